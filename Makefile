@@ -1,0 +1,44 @@
+# make run     install with an OpenCL runtime for the CPU, run one problem, check it against NumPy
+# make test    install what the tests need and run them
+# make check   lint, formatting, types and tests
+# make bench   time every problem on the OpenCL device
+# make clean   remove what the other targets made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamps say which extras are installed; they are renewed when pyproject.toml changes.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: run test check bench clean
+
+run: $(RUN_STAMP)
+	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(RUN_STAMP)
+	$(BIN)/dispatcher bench --device opencl --case kernelbench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[cpu]'
+	touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	touch $@ $(RUN_STAMP)

@@ -1,0 +1,1 @@
+"""The backends: one package each, reached only through the dispatcher."""

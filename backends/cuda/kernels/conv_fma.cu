@@ -1,0 +1,272 @@
+// Transposed 3-D convolution of any geometry, with what follows it, by fused multiply-add.
+//   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of the group of
+//                          x[n,c, (z+PD-kd*LD)/SD, (y+PH-kh*LH)/SH, (x+PW-kw*LW)/SW] * w[c,o,k] )
+//   where only taps with exact divisions and inputs inside the tensor count.
+//
+// Outputs fall into stride^3 phases by their residues r: z = SD*m + r. Within a phase every tap has a constant offset,
+// so that a phase is a dense convolution over m and no zero is multiplied.
+//
+// Layouts: x (N, IC, ID, IH, IW) INPUT; w packed (groups, terms, padded OC/groups) COMPUTE, where a *term* is a pair of
+// tap and channel, ordered by phase; y OUTPUT, (N, OC, OD, OH, OW), or the pooled or summed shape.
+// GEMM of one phase and group: GEMM_M = N*MD*MH*MW voxels m, GEMM_N = OC/groups, GEMM_K = the phase's terms.
+//   A[m][k] = x[voxel(m) + terms[k].delta] (0 outside), B[k][n] = w[group][k][n].
+//
+// A block owns BLOCK_M voxels x BLOCK_N channels of one phase, or of all phases where pooling folds them: it then makes
+// them one after another. A thread owns THREAD_M = 4 consecutive voxels x THREAD_N consecutive channels.
+// Results go through shared memory, where a thread owns one voxel and every SLICES-th channel; there the chains run:
+//   first chain (per voxel and phase), fold over the phases (mean or max), second chain, channel sum, store.
+// Layer norm and the channel sum need all channels of a voxel: groups = 1 and OC <= BLOCK_N.
+//
+// Shared memory, in COMPUTE: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N], results [BLOCK_N][BLOCK_M], the same again where
+// USE_FOLD, and one value a thread for sums over channels. Two barriers per BLOCK_K terms.
+// A sum that is not finite is made again term by term with only the inputs that exist, since 0 * inf, where 0 stands
+// for an input outside the tensor, is NaN.
+// FLOPs 2*M*N*K of each phase; ideal bytes x + w + y. Intensity of a block: BLOCK_M*BLOCK_N / (2*(BLOCK_M+BLOCK_N))
+// multiply-adds a loaded value, from the L2 cache where neighbouring phases and taps meet.
+// The host guarantees: extents and positions below 2^31; the tile's constraints (tiles.py); y overlaps nothing.
+#include "chain.cuh"
+
+constexpr int THREADS_M = BLOCK_M / THREAD_M;
+constexpr int THREADS_N = BLOCK_N / THREAD_N;
+constexpr int THREADS = THREADS_M * THREADS_N;
+constexpr int SLICES = THREADS / BLOCK_M;
+static_assert(THREADS % BLOCK_M == 0 && BLOCK_M % 32 == 0 && THREAD_M == 4, "tile");
+
+struct Phase {
+  int first, count;  // its terms
+};
+
+struct Term {
+  index_t delta;   // from the voxel's element of channel 0 to the term's, in elements
+  int offset[3];   // from m to the input position
+  int channel;     // within the group
+};
+
+struct ConvParams {
+  const INPUT *x;
+  const COMPUTE *w;
+  const STORAGE *bias;
+  OUTPUT *y;
+  const Phase *phases;  // of the residues that have taps on every axis, by slot (depth, height, width)
+  const int *slots;     // residue -> slot, or -1 where it has no tap: depth, then height, then width
+  const Term *terms;
+  index_t voxels, tiles;
+  chain_t first_chain, second_chain;
+  index_t phase_count;  // residues of all axes
+  int groups, in_channels, out_channels, padded_channels, channel_tiles, term_count;
+  int in[3], positions[3], out[3], stride[3], residues[3], axis_slots[3];
+  int fold_maximum, channel_sum;
+  Stage stages[2 * MAX_STAGES];
+};
+CHECK_PARAMS(ConvParams);
+
+struct Voxel {
+  bool inside;
+  int m[3];
+  index_t batch;
+  index_t input;  // element (batch, first channel of the group, m)
+};
+
+__device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_t m) {
+  Voxel v;
+  v.inside = m < p.voxels;
+  index_t rest = v.inside ? m : 0;
+#pragma unroll
+  for (int axis = 2; axis >= 0; axis--) {
+    v.m[axis] = static_cast<int>(rest % p.positions[axis]);
+    rest /= p.positions[axis];
+  }
+  v.batch = rest;
+  const index_t channel = rest * p.in_channels * p.groups + index_t(group) * p.in_channels;
+  v.input = ((channel * p.in[0] + v.m[0]) * p.in[1] + v.m[1]) * p.in[2] + v.m[2];
+  return v;
+}
+
+__device__ __forceinline__ bool reads(const ConvParams &p, const Voxel &v, const Term &term) {
+  return v.inside && unsigned(v.m[0] + term.offset[0]) < unsigned(p.in[0]) && unsigned(v.m[1] + term.offset[1]) < unsigned(p.in[1])
+         && unsigned(v.m[2] + term.offset[2]) < unsigned(p.in[2]);
+}
+
+// Phase `index` and its residues.
+__device__ __forceinline__ Phase phase_at(const ConvParams &p, index_t index, int (&residue)[3]) {
+  int slot[3], start = p.residues[0] + p.residues[1];
+  bool taps = true;
+#pragma unroll
+  for (int axis = 2; axis >= 0; axis--) {
+    residue[axis] = static_cast<int>(index % p.residues[axis]);
+    index /= p.residues[axis];
+    slot[axis] = p.slots[start + residue[axis]];
+    taps = taps && slot[axis] >= 0;
+    if (axis > 0) start -= p.residues[axis - 1];
+  }
+  return taps ? p.phases[(slot[0] * p.axis_slots[1] + slot[1]) * p.axis_slots[2] + slot[2]] : Phase{0, 0};
+}
+
+// The sum of one output, term by term, with the terms that exist.
+__device__ __noinline__ COMPUTE exact_sum(const ConvParams &p, const Phase &phase, const COMPUTE *w, int group, index_t m) {
+  const Voxel v = voxel_at(p, group, m);
+  COMPUTE total = 0;
+  for (int k = phase.first; k < phase.first + phase.count; k++)
+    if (reads(p, v, p.terms[k])) total = multiply_add(COMPUTE(p.x[v.input + p.terms[k].delta]), w[index_t(k) * p.padded_channels], total);
+  return total;
+}
+
+// acc[i][j]: voxel 4*tm + i, channel THREAD_N*tn + j.
+__device__ __forceinline__ void multiply(const ConvParams &p, const Phase &phase, const Voxel &v, const COMPUTE *w, COMPUTE *A, COMPUTE *B,
+                                         COMPUTE (&acc)[THREAD_M][THREAD_N]) {
+  const int tm = threadIdx.x % THREADS_M, tn = threadIdx.x / THREADS_M;
+#pragma unroll
+  for (int i = 0; i < THREAD_M; i++)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; j++) acc[i][j] = 0;
+  for (int k0 = 0; k0 < phase.count; k0 += BLOCK_K) {
+    for (int k = threadIdx.x / BLOCK_M; k < BLOCK_K; k += SLICES) {
+      COMPUTE value = 0;
+      if (k0 + k < phase.count) {
+        const Term term = p.terms[phase.first + k0 + k];
+        if (reads(p, v, term)) value = COMPUTE(p.x[v.input + term.delta]);
+      }
+      A[k * BLOCK_M + threadIdx.x % BLOCK_M] = value;
+    }
+    for (int e = threadIdx.x; e < BLOCK_K * BLOCK_N; e += THREADS) {
+      const int k = e / BLOCK_N;
+      B[e] = k0 + k < phase.count ? w[index_t(phase.first + k0 + k) * p.padded_channels + e % BLOCK_N] : COMPUTE(0);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BLOCK_K; k++) {
+      COMPUTE a[THREAD_M], b[THREAD_N];
+#pragma unroll
+      for (int i = 0; i < THREAD_M; i++) a[i] = A[k * BLOCK_M + tm * THREAD_M + i];
+#pragma unroll
+      for (int j = 0; j < THREAD_N; j++) b[j] = B[k * BLOCK_N + tn * THREAD_N + j];
+#pragma unroll
+      for (int i = 0; i < THREAD_M; i++)
+#pragma unroll
+        for (int j = 0; j < THREAD_N; j++) acc[i][j] = multiply_add(a[i], b[j], acc[i][j]);
+    }
+    __syncthreads();
+  }
+}
+
+// The sum of one value of each of the SLICES threads that share a voxel.
+__device__ __forceinline__ COMPUTE sum_over_slices(COMPUTE value, COMPUTE *partial) {
+  const int voxel = threadIdx.x % BLOCK_M;
+  partial[threadIdx.x] = value;
+  __syncthreads();
+  COMPUTE total = 0;
+#pragma unroll
+  for (int slice = 0; slice < SLICES; slice++) total += partial[slice * BLOCK_M + voxel];
+  __syncthreads();
+  return total;
+}
+
+// Run a chain on this thread's channels of its voxel: values[c * BLOCK_M], c = slice, slice + SLICES, ...
+__device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, COMPUTE *values, int channels, int first_channel, COMPUTE *partial) {
+  const int slice = threadIdx.x / BLOCK_M;
+  for (int i = 0; i < MAX_STAGES; i++) {
+    const int operation = chain_operation(chain, i);
+    if (operation == OP_END) return;
+    const Stage &stage = stages[i];
+    if (operation == OP_LAYER_NORM) {
+      COMPUTE total = 0, squares = 0;
+      for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
+      const COMPUTE mean = sum_over_slices(total, partial) / channels;
+      for (int c = slice; c < channels; c += SLICES) {
+        const COMPUTE centred = values[c * BLOCK_M] - mean;
+        squares = multiply_add(centred, centred, squares);
+      }
+      const COMPUTE deviation = square_root(sum_over_slices(squares, partial) / channels + COMPUTE(stage.a));
+      for (int c = slice; c < channels; c += SLICES) {
+        COMPUTE value = (values[c * BLOCK_M] - mean) / deviation;
+        if (stage.a_channels) value *= COMPUTE(stage.a_channels[first_channel + c]);
+        if (stage.b_channels) value += COMPUTE(stage.b_channels[first_channel + c]);
+        values[c * BLOCK_M] = value;
+      }
+    } else {
+      for (int c = slice; c < channels; c += SLICES)
+        values[c * BLOCK_M] =
+            pointwise(operation, values[c * BLOCK_M], stage_a(stage, first_channel + c), stage_b(stage, first_channel + c));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams p) {
+  DYN_SHARED(COMPUTE, shared);
+  COMPUTE *A = shared;
+  COMPUTE *B = A + BLOCK_K * BLOCK_M;
+  COMPUTE *results = B + BLOCK_K * BLOCK_N;
+  COMPUTE *folded = results + BLOCK_N * BLOCK_M;
+  COMPUTE *partial = folded + (USE_FOLD ? BLOCK_N * BLOCK_M : 0);
+  const int tm = threadIdx.x % THREADS_M, tn = threadIdx.x / THREADS_M;
+  const int own = threadIdx.x % BLOCK_M, slice = threadIdx.x / BLOCK_M;
+  for (index_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    index_t rest = tile;
+    const int n0 = static_cast<int>(rest % p.channel_tiles) * BLOCK_N;
+    rest /= p.channel_tiles;
+    const int group = static_cast<int>(rest % p.groups);
+    rest /= p.groups;
+    index_t phase_index = 0, phase_end = p.phase_count;
+    if (!USE_FOLD) {
+      phase_index = rest % p.phase_count;
+      phase_end = phase_index + 1;
+      rest /= p.phase_count;
+    }
+    const index_t m0 = rest * BLOCK_M;
+    const Voxel v = voxel_at(p, group, m0 + own);
+    const int channels = p.out_channels - n0 < BLOCK_N ? p.out_channels - n0 : BLOCK_N;
+    const int first_channel = group * p.out_channels + n0;
+    const COMPUTE *w = p.w + index_t(group) * p.term_count * p.padded_channels + n0;
+    int residue[3];
+    for (index_t f = phase_index; f < phase_end; f++) {
+      const Phase phase = phase_at(p, f, residue);
+      COMPUTE acc[THREAD_M][THREAD_N];
+      multiply(p, phase, v, w, A, B, acc);
+#pragma unroll
+      for (int j = 0; j < THREAD_N; j++) {
+        const int n = tn * THREAD_N + j;
+        const COMPUTE bias = p.bias && n < channels ? COMPUTE(p.bias[first_channel + n]) : COMPUTE(0);
+#pragma unroll
+        for (int i = 0; i < THREAD_M; i++) {
+          if (!is_finite(acc[i][j])) acc[i][j] = exact_sum(p, phase, w + n, group, m0 + tm * THREAD_M + i);
+          results[n * BLOCK_M + tm * THREAD_M + i] = acc[i][j] + bias;
+        }
+      }
+      __syncthreads();
+      run_chain(p.first_chain, p.stages, results + own, channels, first_channel, partial);
+      if (USE_FOLD) {
+        for (int c = slice; c < channels; c += SLICES) {
+          const COMPUTE value = results[c * BLOCK_M + own];
+          COMPUTE &total = folded[c * BLOCK_M + own];
+          total = f == 0 ? value : p.fold_maximum ? max_nan(total, value) : total + value;
+        }
+        __syncthreads();
+      }
+    }
+    COMPUTE *values = (USE_FOLD ? folded : results) + own;
+    if (USE_FOLD) {
+      if (!p.fold_maximum)
+        for (int c = slice; c < channels; c += SLICES) values[c * BLOCK_M] /= COMPUTE(p.phase_count);
+      run_chain(p.second_chain, p.stages + MAX_STAGES, values, channels, first_channel, partial);
+    }
+    index_t at[3];
+    bool inside = v.inside;
+#pragma unroll
+    for (int axis = 0; axis < 3; axis++) {
+      at[axis] = USE_FOLD ? index_t(v.m[axis]) : index_t(v.m[axis]) * p.stride[axis] + residue[axis];
+      inside = inside && at[axis] < p.out[axis];
+    }
+    const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
+    OUTPUT *y = p.y + (at[0] * p.out[1] + at[1]) * p.out[2] + at[2];
+    if (p.channel_sum) {
+      COMPUTE total = 0;
+      for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
+      total = sum_over_slices(total, partial);
+      if (inside && slice == 0) y[v.batch * plane] = OUTPUT(total);
+    } else if (inside) {
+      const index_t first = v.batch * p.out_channels * p.groups + first_channel;
+      for (int c = slice; c < channels; c += SLICES) y[(first + c) * plane] = OUTPUT(values[c * BLOCK_M]);
+    }
+    __syncthreads();
+  }
+}

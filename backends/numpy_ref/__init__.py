@@ -1,0 +1,5 @@
+"""The ground truth: plain NumPy in float64, written to be obviously right."""
+
+from backends.numpy_ref.backend import BACKEND, Meter, NumpyBackend, NumpyExecutable, chunks, reference, walk
+
+__all__ = ["BACKEND", "Meter", "NumpyBackend", "NumpyExecutable", "chunks", "reference", "walk"]

@@ -1,0 +1,218 @@
+"""The reference as a backend, and the way it walks through a pipeline.
+
+Batch items are worked on a few at a time, so that memory does not grow with the batch; a pipeline in which
+some step mixes batch items is worked on as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from backends.numpy_ref.steps import Array, Progress, apply
+from dispatcher.errors import InputError
+from dispatcher.interface import Device, PlannedLaunch, Tensors, Timings
+from dispatcher.operator import Operator
+from dispatcher.steps import (
+    Normalize,
+    Pointwise,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    Step,
+    TensorOperand,
+    ValueOperand,
+)
+
+#: A chunk of the batch holds one item, or as many as keep its largest value below this many elements.
+CHUNK_ELEMENTS = 1 << 22
+
+T = TypeVar("T")
+
+
+def chunks(operator: Operator) -> list[slice]:
+    """The parts of the batch that are worked on one after another."""
+    first = operator.steps[0].input_shape
+    batch = first[0]
+    mixes = any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps)
+    if mixes:
+        return [slice(0, batch)]
+    largest = max(math.prod(shape[1:]) for shape in (first, *(step.shape for step in operator.steps)))
+    items = max(1, CHUNK_ELEMENTS // largest)
+    return [slice(start, min(start + items, batch)) for start in range(0, batch, items)]
+
+
+def walk(
+    operator: Operator,
+    tensors: Tensors,
+    chunk: slice,
+    load: Callable[[Array], T],
+    compute: Callable[[Step, T, Sequence[T | float]], T],
+) -> T:
+    """Take one chunk of the batch through the pipeline.
+
+    Args:
+        operator: whose pipeline.
+        tensors: every input tensor by name, of any float dtype.
+        chunk: which batch items, out of :func:`chunks`.
+        load: makes a value out of an input tensor, given as float64 with five axes.
+        compute: makes the value of a step out of the step, its source and its operands.
+
+    Returns:
+        The last step's value.
+    """
+    batch = operator.steps[0].input_shape[0]
+    last_read = {step.source: index for index, step in enumerate(operator.steps)}
+    for index, step in enumerate(operator.steps):
+        for operand in step.operands:
+            if isinstance(operand, ValueOperand):
+                last_read[operand.value] = index
+
+    def tensor(name: str, shape: Sequence[int], per_item: bool) -> T:
+        array = np.asarray(tensors[name]).reshape(shape)
+        return load((array[chunk] if per_item and shape[0] == batch else array).astype(np.float64))
+
+    values: dict[int, T] = {0: tensor(operator.source, operator.steps[0].input_shape, True)}
+    for index, step in enumerate(operator.steps):
+        operands: list[T | float] = []
+        for operand in step.operands:
+            match operand:
+                case ScalarOperand():
+                    operands.append(operand.value)
+                case TensorOperand():
+                    operands.append(tensor(operand.name, operand.shape, isinstance(step, Pointwise)))
+                case ValueOperand():
+                    operands.append(values[operand.value])
+        values[index + 1] = compute(step, values[step.source], operands)
+        for value in [value for value in values if last_read.get(value, index + 1) <= index]:
+            del values[value]
+    return values[len(operator.steps)]
+
+
+class Meter:
+    """Turns the progress of one convolution after another into the progress of the whole run."""
+
+    def __init__(self, report: Progress | None, convolutions: int) -> None:
+        self._report = report
+        self._convolutions = convolutions
+        self._finished = 0
+
+    def __call__(self, fraction: float) -> None:
+        """Take the fraction done of the convolution that is running."""
+        if self._report is not None:
+            self._report((self._finished + fraction) / self._convolutions)
+        self._finished += fraction == 1.0
+
+
+def run_steps(
+    operator: Operator, tensors: Tensors, result: np.ndarray, progress: Progress | None = None
+) -> None:
+    """Compute the operator in float64, rounding once while storing into ``result``.
+
+    Args:
+        operator: what to compute.
+        tensors: every input tensor by name, of any float dtype.
+        result: ``operator.output_shape``, of any float dtype; overwritten.
+        progress: told the fraction done, from time to time.
+    """
+    parts = chunks(operator)
+    meter = Meter(progress, len(parts) * len(operator.convolutions))
+    with np.errstate(all="ignore"):
+        for chunk in parts:
+            value: Array = walk(
+                operator, tensors, chunk, lambda array: array, partial(apply, progress=meter)
+            )
+            # A pipeline that mixes batch items has one chunk, whose result may have lost the batch axis.
+            result[chunk if len(parts) > 1 else slice(None)] = value
+    if progress is not None:
+        progress(1.0)
+
+
+def reference(operator: Operator, tensors: Tensors, *, progress: Progress | None = None) -> Array:
+    """The operator's exact result as far as float64 goes, not rounded to the operator's dtype.
+
+    Args:
+        operator: what to compute.
+        tensors: every input tensor by name, of any float dtype.
+        progress: told the fraction done, from time to time.
+
+    Returns:
+        ``operator.output_shape``, float64.
+    """
+    result = np.empty(operator.output_shape, np.float64)
+    run_steps(operator, tensors, result, progress)
+    return result
+
+
+class NumpyExecutable:
+    """The reference for one operator. It has no state, so any number of threads may call it."""
+
+    def __init__(self, operator: Operator, progress: Progress | None) -> None:
+        self._operator = operator
+        self._progress = progress
+
+    @property
+    def launches(self) -> Sequence[PlannedLaunch]:
+        """One: the whole pipeline, step after step."""
+        steps = tuple(step.op for step in self._operator.steps)
+        return (
+            PlannedLaunch(
+                "reference",
+                steps,
+                "scatter",
+                {"chunks": len(chunks(self._operator))},
+                "step by step in float64",
+            ),
+        )
+
+    def __call__(
+        self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None
+    ) -> np.ndarray:
+        """Compute in float64 and round once to the operator's dtype; see ``Executable``."""
+        start = time.perf_counter()
+        result = np.empty(self._operator.output_shape, self._operator.dtype) if output is None else output
+        run_steps(self._operator, tensors, result, self._progress)
+        if timings is not None:
+            timings.kernel_s = time.perf_counter() - start
+            timings.launches = [("reference", timings.kernel_s)]
+        return result
+
+
+class NumpyBackend:
+    """Runs every operator, on every machine."""
+
+    name = "numpy"
+
+    def probe(self) -> Sequence[Device]:
+        """The one device there is."""
+        return (Device("numpy", 0, f"NumPy {np.__version__} (reference, float64)", "reference"),)
+
+    def supports(self, operator: Operator, device: Device) -> str | None:
+        """Always None: the reference runs whatever can be described."""
+        return None
+
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> NumpyExecutable:
+        """Make the executable.
+
+        Args:
+            operator: what to compute.
+            device: the device that :meth:`probe` gave.
+            options: ``progress``, a function that is told the fraction done from time to time, or nothing.
+
+        Raises:
+            InputError: another option is given.
+        """
+        unknown = sorted(set(options) - {"progress"})
+        if unknown:
+            raise InputError(
+                f"option {unknown[0]} is not known to the numpy backend; expected progress or nothing"
+            )
+        return NumpyExecutable(operator, options.get("progress"))
+
+
+BACKEND = NumpyBackend()

@@ -1,0 +1,312 @@
+"""What every step of the vocabulary computes, as plain NumPy functions on float64 arrays.
+
+Nothing here is shared with the kernels: in particular the convolution *scatters* (each input voxel adds its
+products to the outputs that it reaches), while the kernels gather. NaN and infinities follow IEEE arithmetic
+unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dispatcher.geometry import AxisGeometry
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+
+Array = NDArray[np.float64]
+Progress = Callable[[float], None]
+
+#: Elements of one partial product of the convolution: small enough to stay in a processor's cache.
+PRODUCT_ELEMENTS = 1 << 18
+
+
+# ---- convolution -------------------------------------------------------------------------------------------
+def reached(axis: AxisGeometry, tap: int) -> tuple[slice, slice]:
+    """The input positions of one axis that ``tap`` sends to a legal output, and those outputs.
+
+    Input ``i`` meets tap ``k`` at output ``o = i*stride - padding + k*dilation``; outputs below zero or
+    beyond the output extent do not exist.
+    """
+    shift = tap * axis.dilation - axis.padding
+    first = max(0, -(shift // axis.stride))  # smallest i with i*stride + shift >= 0
+    stop = min(axis.input, (axis.output - 1 - shift) // axis.stride + 1)
+    if stop <= first:
+        return slice(0, 0), slice(0, 0)
+    last_output = (stop - 1) * axis.stride + shift
+    return slice(first, stop), slice(first * axis.stride + shift, last_output + 1, axis.stride)
+
+
+def conv_transpose3d(
+    step: ConvTranspose3d,
+    x: NDArray[Any],
+    weight: NDArray[Any],
+    bias: NDArray[Any] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> NDArray[Any]:
+    """Transposed convolution by its definition: ``y[o] += weight[:, :, k]^T x[i]``, ``o = i*S - P + k*L``.
+
+    Args:
+        step: gives the geometry; its batch extent is taken from ``x`` instead.
+        x: ``(N, IC, ID, IH, IW)``.
+        weight: ``(IC, OC/groups, KD, KH, KW)``, of the dtype of ``x``.
+        bias: ``(1, OC, 1, 1, 1)`` or None.
+        progress: told the fraction done, from time to time.
+
+    Returns:
+        ``(N, OC, OD, OH, OW)`` of the dtype of ``x``, in which all sums are taken.
+    """
+    geometry = step.geometry
+    depth, height, width = geometry.axes
+    batch, groups = x.shape[0], geometry.groups
+    in_group, out_group = geometry.in_channels // groups, geometry.out_channels // groups
+    y = np.zeros((batch, *geometry.output_shape[1:]), x.dtype)
+    planes = np.ascontiguousarray(x).reshape(batch, groups, in_group, depth.input, height.input * width.input)
+    taps = np.ascontiguousarray(weight.reshape(groups, in_group, out_group, -1).transpose(3, 0, 2, 1))
+    positions = list(product(range(depth.kernel), range(height.kernel), range(width.kernel)))
+
+    plane = out_group * height.input * width.input
+    slices = max(1, min(depth.input, PRODUCT_ELEMENTS // plane))  # input planes of one partial product
+    items = max(1, PRODUCT_ELEMENTS // (plane * depth.input)) if slices == depth.input else 1
+    blocks = list(product(range(0, batch, items), range(groups), range(0, depth.input, slices)))
+    for done, (item, group, start) in enumerate(blocks):
+        count = min(slices, depth.input - start)
+        voxels = planes[item : item + items, group, :, start : start + count]
+        voxels = voxels.reshape(*voxels.shape[:2], -1)
+        target = y[item : item + items, group * out_group : (group + 1) * out_group]
+        for tap, (kd, kh, kw) in enumerate(positions):
+            from_d, to_d = reached(depth, kd)
+            from_h, to_h = reached(height, kh)
+            from_w, to_w = reached(width, kw)
+            # Of the depths that this tap reaches, those of this block.
+            first, stop = max(from_d.start, start), min(from_d.stop, start + count)
+            if first >= stop or from_h.start >= from_h.stop or from_w.start >= from_w.stop:
+                continue
+            first_d = to_d.start + (first - from_d.start) * depth.stride
+            to_d = slice(first_d, first_d + (stop - 1 - first) * depth.stride + 1, depth.stride)
+            products = np.matmul(taps[tap, group], voxels)
+            products = products.reshape(*products.shape[:2], count, height.input, width.input)
+            target[:, :, to_d, to_h, to_w] += products[:, :, first - start : stop - start, from_h, from_w]
+        if progress is not None:
+            progress((done + 1) / len(blocks))
+    return y if bias is None else y + bias
+
+
+# ---- pointwise functions -----------------------------------------------------------------------------------
+# Chebyshev coefficients of (1 + sqrt(2) x) exp(x^2/2) erfc(x/sqrt(2)) in t = (x - 5)/(x + 5) for x >= 0,
+# computed with 60 digits. The form is that of Shepherd and Laframboise, "Chebyshev approximation of
+# (1 + 2x) exp(x^2) erfc x in 0 <= x < infinity", Mathematics of Computation 36 (1981).
+_TAIL = (
+    1.1776280588550565,
+    -0.002070164954163592,
+    -0.08689193785931783,
+    0.0582021306264661,
+    -0.02468386816352125,
+    0.007749977528919303,
+    -0.0018351135750304367,
+    0.0003092890123159829,
+    -2.8457444195718713e-05,
+    -1.5682105379274114e-06,
+    9.165834808656812e-07,
+    -8.421406249929772e-08,
+    -1.4981485042331556e-08,
+    3.886229309825303e-09,
+    1.3014057406791717e-10,
+    -1.3166676623487952e-10,
+    2.8507318890223805e-12,
+    4.4091921632576855e-12,
+    -2.3192671295152295e-13,
+    -1.5884855472871292e-13,
+    1.0057815714505135e-14,
+    6.289329512798089e-15,
+    -3.3091542619905146e-16,
+    -2.695879190436833e-16,
+    5.9995102329838115e-18,
+    1.2072852119610399e-17,
+)
+_BLOCK = 1 << 14  # elements worked on at once, so that all temporary arrays stay in cache
+
+
+def _tail(x: Array) -> Array:
+    """``0.5 * erfc(x / sqrt(2))`` for ``x >= 0``, the probability that a normal variable exceeds ``x``."""
+    x = np.minimum(x, 40.0)  # beyond, the result is zero in float64
+    t = (x - 5.0) / (x + 5.0)
+    twice = 2.0 * t
+    above, here = np.zeros_like(x), np.zeros_like(x)
+    for coefficient in reversed(_TAIL[1:]):  # Clenshaw's recurrence
+        above *= -1.0
+        above += twice * here
+        above += coefficient
+        above, here = here, above
+    scaled = _TAIL[0] + t * here - above
+    # exp(-x^2/2) with x^2 split into a part that is exact and a small rest, else its rounding error would be
+    # multiplied by x^2.
+    head = x.astype(np.float32).astype(np.float64)
+    rest = (x - head) * (x + head)
+    exponential = np.exp(-0.5 * head * head) * np.exp(-0.5 * rest)
+    result: Array = 0.5 * exponential * scaled / (1.0 + math.sqrt(2.0) * x)
+    return result
+
+
+def normal_cdf(x: Array) -> Array:
+    """``0.5 * (1 + erf(x / sqrt(2)))`` with a relative error below 1e-15, for every float64 down to -37.
+
+    NumPy has no error function, and the formula as it stands cancels for negative ``x``.
+    """
+    flat = np.ascontiguousarray(x).reshape(-1)
+    result = np.empty_like(flat)
+    for start in range(0, flat.size, _BLOCK):
+        block = flat[start : start + _BLOCK]
+        tail = _tail(np.abs(block))
+        result[start : start + _BLOCK] = np.where(block > 0, 1.0 - tail, tail)
+    return result.reshape(x.shape)
+
+
+def gelu(x: Array) -> Array:
+    """``x/2 * (1 + erf(x/sqrt(2)))``; at minus infinity it is 0, the limit, and at plus infinity infinite."""
+    return np.where(np.isneginf(x), 0.0, x * normal_cdf(x))
+
+
+def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
+    """``min(max(x, low), high)``; NaN stays NaN."""
+    return np.minimum(np.maximum(x, low), high)
+
+
+def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``."""
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+#: Function of a :class:`Pointwise` step to what it computes: the element, then the step's arguments.
+POINTWISE: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "scale": np.multiply,
+    "clamp": clamp,
+    "gelu": gelu,
+    "relu": lambda x: np.maximum(x, 0.0),
+    "leaky_relu": lambda x, slope: np.where(x > 0, x, slope * x),
+    "sigmoid": sigmoid,
+    "tanh": np.tanh,
+    "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "softplus": lambda x: np.logaddexp(0.0, x),
+    "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
+}
+
+
+def pointwise(step: Pointwise, x: Array, *arguments: Array | float) -> Array:
+    """Apply the function of the step to each element."""
+    return POINTWISE[step.function](x, *arguments)
+
+
+# ---- normalisation, softmax, pools, reductions -------------------------------------------------------------
+def split_groups(step: Normalize, x: NDArray[Any]) -> tuple[NDArray[Any], tuple[int, ...]]:
+    """``x`` as ``(N, groups, C/groups, D, H, W)``, and the step's axes counted in that shape."""
+    shape = (x.shape[0], step.groups, x.shape[1] // step.groups, *x.shape[2:])
+    return x.reshape(shape), tuple(axis if axis == 0 else axis + 1 for axis in step.axes)
+
+
+def normalize(step: Normalize, x: Array, *affine: Array) -> Array:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``, in two passes: the mean, then the variance.
+
+    Args:
+        step: says what is normalised, and whether there are a weight and a bias.
+        x: any value, ``(N, C, D, H, W)``.
+        affine: those of weight and bias that there are, ``(1, C, 1, 1, 1)`` each.
+    """
+    parts, axes = split_groups(step, x)
+    centred = parts - parts.mean(axis=axes, keepdims=True)
+    variance = np.square(centred).mean(axis=axes, keepdims=True)
+    centred /= np.sqrt(variance + step.eps)
+    y: Array = centred.reshape(x.shape)
+    given = iter(affine)
+    if step.weight is not None:
+        y = y * next(given)
+    if step.bias is not None:
+        y = y + next(given)
+    return y
+
+
+def softmax(step: Softmax, x: Array) -> Array:
+    """``exp(x - max) / sum(exp(x - max))`` over the step's axes together."""
+    exponentials = np.exp(x - x.max(axis=step.axes, keepdims=True, initial=-np.inf))
+    result: Array = exponentials / exponentials.sum(axis=step.axes, keepdims=True)
+    return result
+
+
+def windows(step: Pool, x: NDArray[Any], combine: np.ufunc) -> NDArray[Any]:
+    """Combine the elements of each window, one axis after another; what fills no window is left out."""
+    for axis, size in enumerate(step.window, start=2):
+        whole = step.shape[axis] * size
+        parts = [x[(slice(None),) * axis + (slice(tap, whole, size),)] for tap in range(size)]
+        x = parts[0]
+        for part in parts[1:]:
+            x = combine(x, part)
+    return x
+
+
+def pool(step: Pool, x: Array) -> Array:
+    """Maximum (NaN wins) or mean of each window."""
+    if step.function == "max":
+        return windows(step, x, np.maximum)
+    return windows(step, x, np.add) / math.prod(step.window)
+
+
+def mean(x: Array, axes: tuple[int, ...]) -> Array:
+    """Arithmetic mean; NaN where there is nothing to average."""
+    count = np.float64(math.prod(x.shape[axis] for axis in axes))
+    result: Array = x.sum(axis=axes, keepdims=True) / count
+    return result
+
+
+def log_sum_exp(x: Array, axes: tuple[int, ...]) -> Array:
+    """``log(sum(exp(x)))`` with the maximum taken out; where that is infinite it is the result."""
+    top = x.max(axis=axes, keepdims=True, initial=-np.inf)
+    shift = np.where(np.isinf(top), 0.0, top)
+    result: Array = np.log(np.exp(x - shift).sum(axis=axes, keepdims=True)) + shift
+    return result
+
+
+#: Function of a :class:`Reduce` step to what it computes from the value and the axes.
+REDUCTIONS: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
+    "sum": lambda x, axes: x.sum(axis=axes, keepdims=True),
+    "mean": mean,
+    "max": lambda x, axes: x.max(axis=axes, keepdims=True, initial=-np.inf),
+    "log_sum_exp": log_sum_exp,
+}
+
+
+def reduce(step: Reduce, x: Array) -> Array:
+    """Sum, mean, maximum (NaN wins) or log-sum-exp over the step's axes, which stay with extent 1."""
+    return REDUCTIONS[step.function](x, step.axes)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+#: Class of a step to the function that computes it from the step, its source and its operands.
+TABLE: dict[type[Step], Callable[..., Array]] = {
+    ConvTranspose3d: conv_transpose3d,
+    Pointwise: pointwise,
+    Normalize: normalize,
+    Softmax: softmax,
+    Pool: pool,
+    Reduce: reduce,
+}
+
+
+def apply(step: Step, x: Array, operands: Sequence[Any], progress: Progress | None = None) -> Array:
+    """Compute one step.
+
+    Args:
+        step: what to compute.
+        x: the value it reads, ``(N, C, D, H, W)``; ``N`` may be a part of the batch.
+        operands: the values of ``step.operands``, in that order.
+        progress: told the fraction done, from time to time, by steps that take long.
+    """
+    if isinstance(step, ConvTranspose3d):
+        return conv_transpose3d(step, x, *operands, progress=progress)
+    return TABLE[type(step)](step, x, *operands)

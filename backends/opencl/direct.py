@@ -1,0 +1,244 @@
+"""Lowering of one fused segment to the direct CPU convolution: source text, tables, packed weights, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.opencl.fusion import Epilogue, Stage
+from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
+from backends.opencl.tiles import LineLayout
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, Softmax
+
+KERNEL = "conv_transpose3d_direct"
+STAGE_FILES = {Normalize: "stage_layer_norm.cl", Softmax: "stage_channel_softmax.cl", Reduce: "stage_channel_reduce.cl"}
+
+
+@dataclass(frozen=True)
+class DirectSource:
+    """What a launch of the direct convolution needs.
+
+    Attributes:
+        text: OpenCL C source.
+        operands: layout of the ``operands`` buffer.
+        scratch: elements of scratch a worker needs.
+        items: work items per image.
+    """
+
+    text: str
+    operands: OperandLayout
+    scratch: int
+    items: int
+
+
+def pack_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
+    """Weights in the order in which the kernel streams them.
+
+    Args:
+        weight: ``(IC, OC/groups, KD, KH, KW)``.
+
+    Returns:
+        One-dimensional: for each phase ``[group][channel tile][KD taps][KH taps][KW taps][IC/groups][thread_c]``.
+    """
+    g, c = layout.geometry, layout.tile.thread_c
+    group_ic, group_oc = g.in_channels // g.groups, g.out_channels // g.groups
+    tiles = -(-group_oc // c)
+    padded = np.zeros((g.groups, group_ic, tiles * c, *weight.shape[2:]), weight.dtype)
+    padded[:, :, :group_oc] = weight.reshape(g.groups, group_ic, group_oc, *weight.shape[2:])
+    parts = []
+    for phase_d in g.depth.phases:
+        for phase_h in g.height.phases:
+            for phase_w in g.width.phases:
+                picked = padded
+                for axis, phase in enumerate((phase_d, phase_h, phase_w), start=3):
+                    picked = np.take(picked, [tap.index for tap in phase.taps], axis=axis)
+                taps = picked.shape[3:]
+                ordered = picked.reshape(g.groups, group_ic, tiles, c, *taps).transpose(0, 2, 4, 5, 6, 1, 3)
+                parts.append(ordered.ravel())
+    return np.concatenate(parts)
+
+
+def _phase_weights(layout: LineLayout) -> list[int]:
+    """Offset of each phase in the packed weights."""
+    g, c = layout.geometry, layout.tile.thread_c
+    per_tap = g.groups * (-(-(g.out_channels // g.groups) // c) * c) * (g.in_channels // g.groups)
+    offsets, position = [], 0
+    for phase_d in g.depth.phases:
+        for phase_h in g.height.phases:
+            for phase_w in g.width.phases:
+                offsets.append(position)
+                position += per_tap * len(phase_d.taps) * len(phase_h.taps) * len(phase_w.taps)
+    return offsets
+
+
+def _stages(
+    operands: OperandLayout, stages: Sequence[Stage], first: int, channels: int, run: int
+) -> tuple[str, str, int]:
+    """Functions of a run of stages, the macro body that calls them, and the channels that are left."""
+    text, calls = "", ""
+    for number, stage in enumerate(stages, start=first):
+        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": channels, "STAGE_RUN": run}
+        affine = ""
+        match stage.step:
+            case Normalize() as step:
+                from dispatcher.steps import ScalarOperand
+
+                values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
+                if step.weight is not None:
+                    affine += f"x = x * {operands.expression(step.weight, 'c')}; "
+                if step.bias is not None:
+                    affine += f"x = x + {operands.expression(step.bias, 'c')};"
+            case Reduce() as step:
+                combine = "max_keep_nan(a, b)" if step.function == "max" else "((a) + (b))"
+                values["STAGE_COMBINE(a, b)"] = combine
+                values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if step.function == "mean" else "R(1.0)"
+        body = defines(values) + tail_macro("STAGE_AFFINE", affine) + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
+        names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
+        text += section(STAGE_FILES[type(stage.step)], body)
+        text += "".join(f"#undef {name}\n" for name in names)
+        calls += f"stage_{number}(line, operands); "
+        if isinstance(stage.step, Reduce):
+            channels = 1
+    return text, calls, channels
+
+
+def render(
+    layout: LineLayout,
+    convolution: ConvTranspose3d,
+    prologue: Sequence[Pointwise],
+    epilogue: Epilogue,
+    output: tuple[int, int, int, int, int],
+    *,
+    double: bool,
+) -> DirectSource:
+    """Source text for one segment.
+
+    Args:
+        layout: geometry, fold and tile.
+        convolution: the segment's convolution.
+        prologue: pointwise steps on its input.
+        epilogue: the steps behind it.
+        output: shape of what the segment stores.
+        double: compute in double.
+    """
+    g, tile = layout.geometry, layout.tile
+    operands = OperandLayout(padding=tile.thread_c)
+    width = g.width
+    line = layout.line
+    prologue_text = tail(operands, prologue)
+    conv_text = tail(operands, [convolution, *epilogue.tail])
+    before, before_calls, channels = _stages(operands, epilogue.before, 1, g.out_channels, width.stride * line)
+    values: dict[str, object] = {
+        "REAL": "double" if double else "float",
+        "REAL_IS_DOUBLE": double,
+        "VEC": tile.vec,
+    }
+    tables: dict[str, object] = {
+        "THREAD_C": tile.thread_c,
+        "THREAD_W": tile.thread_w,
+        "BOX_D": tile.box_d,
+        "BOX_H": tile.box_h,
+        "BOXES_D": layout.boxes[0],
+        "BOXES_H": layout.boxes[1],
+        "IC": g.in_channels,
+        "OC": g.out_channels,
+        "GROUPS": g.groups,
+        "GROUP_IC": g.in_channels // g.groups,
+        "GROUP_OC": g.out_channels // g.groups,
+        "ID": g.depth.input,
+        "IH": g.height.input,
+        "IW": g.width.input,
+        "STRIDE_D": g.depth.stride,
+        "STRIDE_H": g.height.stride,
+        "STRIDE_W": g.width.stride,
+        "PLANES": len(layout.depth.rows),
+        "ROWS": len(layout.height.rows),
+        "PITCH": layout.pitch,
+        "CHANNEL": layout.channel,
+        "PLANE": layout.plane,
+        "LEAD": layout.lead,
+        "POSITIONS_W": layout.positions[2],
+        "LINE": line,
+        "ROW": layout.row,
+        "LINE_CHANNELS": layout.line_channels,
+        "CHUNKS": len(layout.chunks),
+        "WIDE_CHUNKS": sum(chunk.width > 1 for chunk in layout.chunks),
+        "SCRATCH_LINES": layout.packed_size,
+        "SCRATCH_POOLED": layout.packed_size + layout.lines_size,
+        "OUT_C": output[1],
+        "OUT_D": output[2],
+        "OUT_H": output[3],
+        "OUT_W": output[4],
+        "USE_FOLD": layout.fold is not None,
+    }
+    scratch = layout.packed_size + layout.lines_size
+    fold, after, after_calls = "", "", ""
+    if layout.fold is not None:
+        window = layout.fold.window
+        maximum = layout.fold.function == "max"
+        run = layout.fold_planes * layout.fold_line
+        scratch += layout.pooled_size(channels)
+        after, after_calls, _ = _stages(operands, epilogue.after, 1 + len(epilogue.before), channels, run)
+        fold = section(
+            "pool_fold.cl",
+            defines(
+                {
+                    "WINDOW_D": window[0],
+                    "WINDOW_H": window[1],
+                    "FOLD_CHANNELS": channels,
+                    "FOLD_PLANES": layout.fold_planes,
+                    "FOLD_NEIGHBOURS": layout.fold_neighbours,
+                    "FOLD_BOX_D": layout.fold_box[0],
+                    "FOLD_BOX_H": layout.fold_box[1],
+                    "FOLD_ROW": layout.fold_row,
+                    "FOLD_LINE": layout.fold_line,
+                    "FOLD_IDENTITY": "-INFINITY" if maximum else "R(0.0)",
+                    "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {window[0] * window[1] * window[2]})",
+                    "FOLD_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
+                    "FOLD_COMBINE_SCALAR(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
+                }
+            )
+            + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail)),
+        )
+        tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
+    else:
+        tables |= {"STORE_PLANES": width.stride, "STORE_LINE": line}
+    tables["SCRATCH"] = scratch
+    taps = "".join(
+        table(f"TAPS_{letter}", [len(phase.taps) for phase in axis.phases])
+        for letter, axis in zip("DHW", g.axes, strict=True)
+    )
+    low = [tuple(tap.offset for tap in phase.taps) for phase in width.phases]
+    tables_text = (
+        taps
+        + table("INPUT_D", layout.depth.rows)
+        + table("INPUT_H", layout.height.rows)
+        + table("SLOT_D", layout.depth.slots)
+        + table("SLOT_H", layout.height.slots)
+        + table("OFFSET_W", low)
+        + table("PHASE_WEIGHTS", _phase_weights(layout))
+        + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
+        + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
+    )
+    text = (
+        section("numeric.cl", defines(values))
+        + defines(tables)
+        + tables_text
+        + tail_macro("PROLOGUE", prologue_text)
+        + tail_macro("CONV_TAIL", conv_text)
+        + before
+        + fold
+        + after
+        + f"#define STAGES_BEFORE_FOLD(line) do {{ {before_calls} }} while (0)\n"
+        + f"#define STAGES_AFTER_FOLD(line) do {{ {after_calls} }} while (0)\n"
+        + section(f"{KERNEL}.cl").replace('#include "conv_tile.cl"', f'#line 1 "conv_tile.cl"\n{_tile_source()}')
+    )
+    return DirectSource(text, operands, scratch, layout.boxes[0] * layout.boxes[1])
+
+
+def _tile_source() -> str:
+    from backends.opencl.render import kernel_source
+
+    return kernel_source("conv_tile.cl")

@@ -1,0 +1,345 @@
+"""Finding OpenCL runtimes that the loader would miss.
+
+An OpenCL program talks to a small loader, and the loader reads `.icd` files: each names the shared library
+of one runtime. The loader inside PyOpenCL's wheel looks in one folder, `/etc/OpenCL/vendors`, or in the one
+that the environment variable `OCL_ICD_VENDORS` names. Intel's CPU runtime can be installed with pip
+(`intel-opencl-rt`), but the `.icd` file in that wheel holds a placeholder path, and lies in a folder that the
+loader does not read.
+
+`prepare_icd_vendors` closes that gap. It makes a private folder with the `.icd` files of the system and of
+the Python environment, plus one with the true path of Intel's library, and points `OCL_ICD_VENDORS` at it.
+A runtime that the loader finds in a way of its own (`pocl-binary-distribution`) is not affected.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
+
+# How a user tells the loader where to look. The second variable is older and is read by the same loader.
+USER_VARIABLES = ("OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH")
+
+# Holds the same path as OCL_ICD_VENDORS when this module set it, so that a child process, which inherits
+# both, does not take our folder for the user's own choice.
+OWN_VARIABLE = "DISPATCHER_ICD_VENDORS"
+
+INTEL_DISTRIBUTION = "intel-opencl-rt"
+INTEL_LIBRARY = "libintelocl.so"
+INTEL_ICD_NAME = "intel-opencl-rt.icd"
+
+# What libintelocl.so needs from other wheels, in an order in which each can be loaded. By itself it looks
+# only in its own folder, which is not enough when the wheels are spread over two prefixes (for example a
+# virtual environment that sees the system's packages).
+INTEL_DEPENDENCIES = (
+    ("intel-cmplr-lib-rt", "libintlc.so.5"),
+    ("intel-cmplr-lib-rt", "libimf.so"),
+    ("intel-cmplr-lib-rt", "libsvml.so"),
+    ("intel-cmplr-lib-rt", "libirng.so"),
+    ("tbb", "libtbb.so.12"),
+)
+
+
+@dataclass(frozen=True)
+class IcdEntry:
+    """One runtime that was considered.
+
+    Attributes:
+        icd_file: The `.icd` file; for a runtime found through its wheel, the name of the file that we write.
+        library: The library it names: an absolute path, or a bare name that the system's linker looks up.
+        used: Whether the loader is told about it.
+        reason: Why it is used or not, in words.
+    """
+
+    icd_file: Path
+    library: str
+    used: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class IcdReport:
+    """What `prepare_icd_vendors` found and did.
+
+    Attributes:
+        vendors: The folder (or file) that the loader reads: the user's, ours, or the system's.
+        changed: Whether `OCL_ICD_VENDORS` points at a folder of ours.
+        reason: Why the environment was changed or left alone, in words.
+        entries: Every runtime that was considered.
+    """
+
+    vendors: Path
+    changed: bool
+    reason: str
+    entries: tuple[IcdEntry, ...]
+
+
+def prepare_icd_vendors() -> IcdReport:
+    """Let the OpenCL loader find the runtimes of this machine and of this Python environment.
+
+    Call it before the first OpenCL platform query of the process: the loader reads its environment once. A
+    value that the user gave to `OCL_ICD_VENDORS` is respected, and where there is nothing to add, the
+    environment is left alone. Calling it again is harmless. It does not raise for a runtime that is missing
+    or broken, or for a folder that cannot be written; the report says what is wrong.
+
+    Returns:
+        What was found, what was done, and why.
+    """
+    if not sys.platform.startswith("linux"):
+        return IcdReport(SYSTEM_VENDORS, False, f"the loader is left alone on {sys.platform}", ())
+    earlier = _withdraw_own_setting()
+    for variable in USER_VARIABLES:
+        value = os.environ.get(variable)
+        if value:
+            vendors = Path(value)
+            return IcdReport(vendors, False, f"{variable} is set by the user", tuple(_user_entries(vendors)))
+
+    entries = list(_entries_in((SYSTEM_VENDORS, Path(sys.prefix) / "etc" / "OpenCL" / "vendors")))
+    intel = _intel_entry(entries)
+    if intel is not None:
+        entries.append(intel)
+    if not any(_is_addition(entry) for entry in entries):
+        reason = f"nothing to add to {SYSTEM_VENDORS}"
+        if intel is not None:
+            reason = f"{INTEL_DISTRIBUTION} was not added: {intel.reason}"
+        return IcdReport(SYSTEM_VENDORS, False, reason, tuple(entries))
+    try:
+        vendors = _private_folder({e.icd_file.name: f"{e.library}\n" for e in entries if e.used}, earlier)
+    except OSError as error:
+        reason = f"no folder for .icd files can be written: {error}"
+        entries = [replace(e, used=False, reason=reason) if _is_addition(e) else e for e in entries]
+        return IcdReport(SYSTEM_VENDORS, False, reason, tuple(entries))
+    os.environ["OCL_ICD_VENDORS"] = os.environ[OWN_VARIABLE] = str(vendors)
+    added = ", ".join(entry.library for entry in entries if _is_addition(entry))
+    return IcdReport(vendors, True, f"added to {SYSTEM_VENDORS}: {added}", tuple(entries))
+
+
+def load_error(library: str) -> str | None:
+    """Say why a runtime's library cannot be loaded.
+
+    The library is loaded into this process, as the OpenCL loader would do.
+
+    Args:
+        library: An absolute path, or a name that the system's linker looks up.
+
+    Returns:
+        The linker's message, or None if the library was loaded.
+    """
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _withdraw_own_setting() -> Path | None:
+    """Undo what an earlier call, here or in a parent process, set; return the folder that it made."""
+    own = os.environ.pop(OWN_VARIABLE, None)
+    if own is None:
+        return None
+    if os.environ.get("OCL_ICD_VENDORS") == own:
+        del os.environ["OCL_ICD_VENDORS"]
+    return Path(own)
+
+
+def _is_addition(entry: IcdEntry) -> bool:
+    """Whether a loader whose environment is left alone would miss this usable runtime."""
+    return entry.used and entry.icd_file.parent != SYSTEM_VENDORS
+
+
+def _user_entries(vendors: Path) -> Iterator[IcdEntry]:
+    """Read what the user's setting names: a folder of .icd files, or one such file."""
+    if vendors.suffix == ".icd" and vendors.is_file():
+        yield _read_entry(vendors)
+    else:
+        yield from _entries_in([vendors])
+
+
+def _entries_in(folders: Iterable[Path]) -> Iterator[IcdEntry]:
+    """Read the .icd files of several folders; of two usable files with one name, the first is taken."""
+    taken: dict[str, Path] = {}
+    for folder in folders:
+        for file in _icd_files(folder):
+            entry = _read_entry(file)
+            if entry.used and taken.setdefault(file.name, file) != file:
+                entry = replace(entry, used=False, reason=f"{taken[file.name]} has the same name")
+            yield entry
+
+
+def _icd_files(folder: Path) -> list[Path]:
+    try:
+        return sorted(file for file in folder.iterdir() if file.suffix == ".icd")
+    except OSError:
+        return []
+
+
+def _read_entry(file: Path) -> IcdEntry:
+    try:
+        lines = os.fsdecode(file.read_bytes()).splitlines()
+    except OSError as error:
+        return IcdEntry(file, "", False, f"it cannot be read: {error.strerror}")
+    library = lines[0].strip() if lines else ""
+    if not library:
+        return IcdEntry(file, library, False, "it names no library")
+    if os.path.isabs(library) and not os.path.exists(library):
+        return IcdEntry(file, library, False, "the library that it names does not exist")
+    return IcdEntry(file, library, True, f"found in {file.parent}")
+
+
+def _intel_entry(found: Iterable[IcdEntry]) -> IcdEntry | None:
+    """Find Intel's runtime among the installed wheels; None if it is not installed."""
+    icd_file = Path(INTEL_ICD_NAME)
+    try:
+        path = _wheel_file(INTEL_DISTRIBUTION, INTEL_LIBRARY)
+    except metadata.PackageNotFoundError:
+        return None
+    if path is None:
+        reason = f"{INTEL_DISTRIBUTION} is installed, but its {INTEL_LIBRARY} is not where the wheel says"
+        return IcdEntry(icd_file, INTEL_LIBRARY, False, reason)
+    library = str(path)
+    for entry in found:
+        if entry.used and os.path.basename(entry.library) == INTEL_LIBRARY:
+            return IcdEntry(icd_file, library, False, f"{entry.icd_file} already names Intel's runtime")
+    _preload_intel_dependencies(path.parent)
+    error = load_error(library)
+    if error is not None:
+        return IcdEntry(icd_file, library, False, f"it cannot be loaded: {error}; {_advice(error)}")
+    return IcdEntry(icd_file, library, True, f"found in the wheel {INTEL_DISTRIBUTION}")
+
+
+def _advice(error: str) -> str:
+    if "undefined symbol" in error:
+        # Two libraries of one name cannot be loaded: OpenVINO's wheel, for one, brings an older libtbb.so.12.
+        return "an older copy of a library was loaded first; list the OpenCL devices before importing it"
+    return "try: pip install intel-cmplr-lib-rt tbb"
+
+
+def _wheel_file(distribution: str, name: str) -> Path | None:
+    """Locate a file of an installed wheel.
+
+    Returns:
+        Its absolute path, or None if the wheel does not list it or the file is gone.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: If the wheel is not installed.
+    """
+    for file in metadata.distribution(distribution).files or []:
+        if file.name == name:
+            path = Path(os.path.abspath(str(file.locate())))
+            return path if path.is_file() else None
+    return None
+
+
+def _preload_intel_dependencies(folder: Path) -> None:
+    """Load what libintelocl.so needs and does not have beside it.
+
+    A library that is missing altogether is named by the linker when Intel's own library is loaded.
+    """
+    for distribution, name in INTEL_DEPENDENCIES:
+        if (folder / name).exists():
+            continue
+        try:
+            path = _wheel_file(distribution, name)
+        except metadata.PackageNotFoundError:
+            continue
+        if path is not None:
+            load_error(str(path))
+
+
+def _private_folder(files: Mapping[str, str], earlier: Path | None) -> Path:
+    """Return a folder that holds exactly these files and that no one else can write to.
+
+    Args:
+        files: The content of each file by its name.
+        earlier: The folder that an earlier call made, to be used again if it still serves.
+
+    Raises:
+        OSError: If neither the cache folder nor the temporary folder can be written.
+    """
+    if earlier is not None and _holds(earlier, files):
+        return earlier
+    try:
+        return _cached_folder(_cache_root(), files)
+    except (OSError, RuntimeError):  # RuntimeError: no home folder is known
+        folder = Path(tempfile.mkdtemp(prefix="kernel-dispatcher-icd-"))
+        atexit.register(_remove_in_process, folder, os.getpid())
+        _write_files(folder, files)
+        return folder
+
+
+def _cache_root() -> Path:
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    return base / "kernel-dispatcher" / "icd"
+
+
+def _cached_folder(root: Path, files: Mapping[str, str]) -> Path:
+    """Make the folder in the cache, or reuse it.
+
+    Its name follows from its content, and it appears under that name complete or not at all, so any number of
+    processes may do this at once.
+    """
+    root.parent.parent.mkdir(parents=True, exist_ok=True)
+    _claim(root.parent)
+    _claim(root)
+    digest = hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogateescape")).hexdigest()
+    final = root / digest[:16]
+    if _holds(final, files):
+        return final
+    fresh = Path(tempfile.mkdtemp(dir=root, prefix="new-"))
+    try:
+        _write_files(fresh, files)
+        fresh.rename(final)
+    except OSError:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if not _holds(final, files):  # if it does, another process was faster
+            raise
+    return final
+
+
+def _claim(folder: Path) -> None:
+    """Make a folder, and see to it that no one else can write to it.
+
+    Raises:
+        OSError: If it cannot be made or belongs to someone else.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(folder):
+        folder.chmod(0o700)
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(os.fsencode(content))
+
+
+def _holds(folder: Path, files: Mapping[str, str]) -> bool:
+    try:
+        if not _is_private(folder):
+            return False
+        present = {file.name: os.fsdecode(file.read_bytes()) for file in folder.iterdir()}
+    except OSError:
+        return False
+    return present == dict(files)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether the folder is this user's and no one else can write to it."""
+    status = folder.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _remove_in_process(folder: Path, process: int) -> None:
+    """Remove the temporary folder when the process that made it ends, but not when a fork of it does."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

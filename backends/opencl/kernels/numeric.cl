@@ -1,0 +1,138 @@
+// Arithmetic shared by every kernel: the element type, vectors, loads and stores, and the pointwise functions.
+//
+// The host defines
+//   REAL         float or double: the type of every intermediate value and accumulator
+//   REAL_IS_DOUBLE  1 when REAL is double
+//   VEC          lanes of a vector: 1, 4, 8 or 16
+// No function here uses fmin, fmax or clamp: those drop NaN, and a NaN must travel to the output.
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+
+#if REAL_IS_DOUBLE
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#define R(literal) literal
+#else
+#define R(literal) PASTE(literal, f)
+#endif
+
+#if VEC == 1
+typedef REAL real_v;
+#define LOAD_V(pointer) (*(pointer))
+#define STORE_V(value, pointer) (*(pointer) = (value))
+#else
+typedef PASTE(REAL, VEC) real_v;
+#define LOAD_V(pointer) PASTE(vload, VEC)(0, (pointer))
+#define STORE_V(value, pointer) PASTE(vstore, VEC)((value), 0, (pointer))
+#endif
+#define SPLAT(value) ((real_v)(value))
+
+// Lane 0 of a vector; the two interleavings a0 b0 a1 b1 ... of two vectors.
+#if VEC == 1
+#define LANE0(v) (v)
+#else
+#define LANE0(v) ((v).s0)
+#endif
+#if VEC == 4
+#define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0, a.s1, b.s1))
+#define INTERLEAVE_HIGH(a, b) ((real_v)(a.s2, b.s2, a.s3, b.s3))
+#elif VEC == 8
+#define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0, a.s1, b.s1, a.s2, b.s2, a.s3, b.s3))
+#define INTERLEAVE_HIGH(a, b) ((real_v)(a.s4, b.s4, a.s5, b.s5, a.s6, b.s6, a.s7, b.s7))
+#elif VEC == 16
+#define INTERLEAVE_LOW(a, b) \
+  ((real_v)(a.s0, b.s0, a.s1, b.s1, a.s2, b.s2, a.s3, b.s3, a.s4, b.s4, a.s5, b.s5, a.s6, b.s6, a.s7, b.s7))
+#define INTERLEAVE_HIGH(a, b) \
+  ((real_v)(a.s8, b.s8, a.s9, b.s9, a.sa, b.sa, a.sb, b.sb, a.sc, b.sc, a.sd, b.sd, a.se, b.se, a.sf, b.sf))
+#endif
+
+// The larger of two values; NaN when either is NaN.
+inline real_v max_keep_nan(real_v a, real_v b) { return (b > a || b != b) ? b : a; }
+
+// min(max(x, low), high); NaN stays NaN, and high wins where high < low.
+inline real_v clamp_keep_nan(real_v x, REAL low, REAL high) {
+  real_v raised = (x < SPLAT(low)) ? SPLAT(low) : x;
+  return (raised > SPLAT(high)) ? SPLAT(high) : raised;
+}
+
+#if REAL_IS_DOUBLE
+inline real_v erf_real(real_v x) { return erf(x); }
+inline real_v exp_real(real_v x) { return exp(x); }
+#else
+// erf by a rational minimax approximation on [-4, 4] (odd numerator of degree 13 over an even denominator of degree 8);
+// beyond it erf rounds to +-1 in float. Absolute error below 2.5e-7.
+inline real_v erf_real(real_v x) {
+  real_v s = x * x;
+  real_v p = fma(s, SPLAT(-2.72614225801306e-10f), SPLAT(2.77068142495902e-08f));
+  p = fma(s, p, SPLAT(-2.10102402082508e-06f));
+  p = fma(s, p, SPLAT(-5.69250639462346e-05f));
+  p = fma(s, p, SPLAT(-7.34990630326855e-04f));
+  p = fma(s, p, SPLAT(-2.95459980854025e-03f));
+  p = fma(s, p, SPLAT(-1.60960333262415e-02f));
+  real_v q = fma(s, SPLAT(-1.45660718464996e-05f), SPLAT(-2.13374055278905e-04f));
+  q = fma(s, q, SPLAT(-1.68282697438203e-03f));
+  q = fma(s, q, SPLAT(-7.37332916720468e-03f));
+  q = fma(s, q, SPLAT(-1.42647390514189e-02f));
+  real_v inside = p * x / q;
+  inside = (x > SPLAT(4.0f)) ? SPLAT(1.0f) : inside;
+  return (x < SPLAT(-4.0f)) ? SPLAT(-1.0f) : inside;
+}
+
+// exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2)/2, the Taylor series of degree 7 for exp(r). Relative error
+// below 2e-7 for normal results. The scale 2^n is applied in two halves so that results below 2^-126 come out denormal.
+inline real_v exp_real(real_v x) {
+#if VEC == 1
+#define AS_REAL(bits) as_float(bits)
+#define TO_INT(value) convert_int_rte(value)
+  typedef int int_v;
+#else
+#define AS_REAL(bits) PASTE(as_float, VEC)(bits)
+#define TO_INT(value) PASTE(PASTE(convert_int, VEC), _rte)(value)
+  typedef PASTE(int, VEC) int_v;
+#endif
+  real_v y = (x > SPLAT(89.0f)) ? SPLAT(89.0f) : x;
+  y = (y < SPLAT(-104.0f)) ? SPLAT(-104.0f) : y;
+  real_v n = rint(y * SPLAT(1.44269504088896341f));
+  real_v r = fma(n, SPLAT(-0.693145751953125f), y);
+  r = fma(n, SPLAT(-1.42860682030941723e-6f), r);
+  real_v p = fma(r, SPLAT(1.98412698e-4f), SPLAT(1.38888889e-3f));
+  p = fma(r, p, SPLAT(8.33333333e-3f));
+  p = fma(r, p, SPLAT(4.16666667e-2f));
+  p = fma(r, p, SPLAT(1.66666667e-1f));
+  p = fma(r, p, SPLAT(0.5f));
+  p = fma(r, p, SPLAT(1.0f));
+  p = fma(r, p, SPLAT(1.0f));
+  int_v exponent = TO_INT((n == n) ? n : SPLAT(0.0f));
+  int_v half_exponent = exponent >> 1;
+  real_v result = p * AS_REAL((half_exponent + 127) << 23) * AS_REAL((exponent - half_exponent + 127) << 23);
+  return (x > SPLAT(88.8f)) ? SPLAT(INFINITY) : result;
+#undef AS_REAL
+#undef TO_INT
+}
+#endif
+
+// ---- pointwise functions of the vocabulary; a step's host-side table names these --------------------------------------
+
+// x/2 * (1 + erf(x/sqrt(2))). Below -20 the result is 0, also for -inf; +inf stays +inf.
+inline real_v gelu(real_v x) {
+  real_v v = (x < SPLAT(R(-20.0))) ? SPLAT(R(-20.0)) : x;
+  real_v halved = v * SPLAT(R(0.5));
+  return fma(halved, erf_real(v * SPLAT(R(0.70710678118654752440))), halved);
+}
+
+inline real_v relu(real_v x) { return (x < SPLAT(R(0.0))) ? SPLAT(R(0.0)) : x; }
+
+inline real_v leaky_relu(real_v x, real_v slope) { return (x > SPLAT(R(0.0)) || x != x) ? x : x * slope; }
+
+inline real_v sigmoid(real_v x) { return SPLAT(R(1.0)) / (SPLAT(R(1.0)) + exp_real(-x)); }
+
+// x * sigmoid(x); the product with an infinite x is taken apart so that -inf gives 0.
+inline real_v silu(real_v x) {
+  real_v v = (x < SPLAT(R(-800.0))) ? SPLAT(R(-800.0)) : x;
+  return v * sigmoid(v);
+}
+
+// max(x, 0) + log(1 + exp(-|x|))
+inline real_v softplus(real_v x) { return relu(x) + log1p(exp_real(-fabs(x))); }
+
+inline real_v hardswish(real_v x) { return x * clamp_keep_nan(x + SPLAT(R(3.0)), R(0.0), R(6.0)) / SPLAT(R(6.0)); }

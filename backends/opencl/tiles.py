@@ -1,0 +1,280 @@
+"""Tile parameters of the CPU convolution: their meaning, their constraints, and how they are chosen.
+
+A *line* is what vectors run along: the positions of BOX_H rows one behind another. In *row* form each row starts on
+a vector of its own; in *flat* form rows follow each other with only the halo's gap between them, which wastes
+fewer lanes when a row is not a multiple of the vector.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from dispatcher.geometry import AxisGeometry, ConvGeometry
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Pooling folded into the convolution: ``window`` per axis, ``max`` or ``avg``."""
+
+    function: str
+    window: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a tuner may choose.
+
+    Attributes:
+        vec: lanes of a vector, 4, 8 or 16.
+        thread_c: output channels held in registers at once; vec lanes each.
+        thread_w: vectors along the line held in registers at once. thread_c * thread_w accumulators and
+            thread_w + 1 more values must fit the register file (32 vectors with AVX-512, 16 with AVX2).
+        box_d: positions along depth that a work item owns.
+        box_h: positions along height that a work item owns.
+        flat: rows of a line follow each other without alignment.
+    """
+
+    vec: int
+    thread_c: int
+    thread_w: int
+    box_d: int
+    box_h: int
+    flat: bool
+
+
+@dataclass(frozen=True)
+class AxisTables:
+    """Which input rows a box needs along one axis, and which of them each tap reads.
+
+    Attributes:
+        rows: input index, relative to the box's first position, of each packed row.
+        slots: for each phase and tap, the packed row that position 0 of the box reads; position b reads
+            row ``slot + b``.
+    """
+
+    rows: tuple[int, ...]
+    slots: tuple[tuple[int, ...], ...]
+
+
+def axis_tables(axis: AxisGeometry, box: int) -> AxisTables:
+    """The packed rows of a box of ``box`` positions.
+
+    With one position only the rows that some tap reads are packed, so that a large dilation costs nothing;
+    with more, rows are contiguous.
+    """
+    offsets = sorted({tap.offset for phase in axis.phases for tap in phase.taps})
+    rows = offsets if box == 1 else list(range(offsets[0], offsets[-1] + box))
+    slots = tuple(tuple(rows.index(tap.offset) for tap in phase.taps) for phase in axis.phases)
+    return AxisTables(tuple(rows), slots)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One register tile along the line: where it reads, where it writes, how many vectors."""
+
+    x: int
+    line: int
+    width: int
+
+
+@dataclass(frozen=True)
+class LineLayout:
+    """Everything that follows from a geometry, an optional fold and a tile. All extents are in elements."""
+
+    geometry: ConvGeometry
+    fold: Fold | None
+    tile: Tile
+
+    @cached_property
+    def positions(self) -> tuple[int, int, int]:
+        """Positions per axis that anything stored depends on (floor-mode pooling drops the rest)."""
+        result = []
+        for index, axis in enumerate(self.geometry.axes):
+            needed = axis.output
+            if self.fold is not None:
+                needed -= needed % self.fold.window[index]
+            result.append(-(-needed // axis.stride))
+        return (result[0], result[1], result[2])
+
+    @cached_property
+    def depth(self) -> AxisTables:
+        return axis_tables(self.geometry.depth, self.tile.box_d)
+
+    @cached_property
+    def height(self) -> AxisTables:
+        return axis_tables(self.geometry.height, self.tile.box_h)
+
+    @cached_property
+    def halo(self) -> tuple[int, int]:
+        """Zeros needed left and right of a row for the taps along width."""
+        low, high = self.geometry.width.offset_range
+        return max(0, -low), max(0, self.positions[2] + high - self.geometry.width.input)
+
+    @cached_property
+    def pitch(self) -> int:
+        """Distance between packed input rows: the row and the gap that serves both neighbours as halo."""
+        pitch = self.geometry.width.input + max(self.halo)
+        return pitch if self.tile.flat else round_up(pitch, self.tile.vec)
+
+    @cached_property
+    def channel(self) -> int:
+        """Distance between packed channels; an odd number of cache lines, so that channels spread over the sets."""
+        extent = len(self.height.rows) * self.pitch
+        if self.tile.flat and extent < 4 * self.tile.vec:
+            return extent
+        return (round_up(extent, 16) // 16 | 1) * 16
+
+    @cached_property
+    def plane(self) -> int:
+        return self.geometry.in_channels * self.channel
+
+    @cached_property
+    def row(self) -> int:
+        """Distance between rows of a result line."""
+        return self.pitch if self.tile.flat else round_up(self.positions[2], self.tile.vec)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The register tiles of one line, wide ones first."""
+        vec, wide = self.tile.vec, self.tile.thread_w
+        if self.tile.flat:
+            spans = [(0, 0, (self.tile.box_h - 1) * self.pitch + self.positions[2])]
+        else:
+            spans = [(h * self.pitch, h * self.row, self.positions[2]) for h in range(self.tile.box_h)]
+        chunks = []
+        for x, line, extent in spans:
+            vectors, done = -(-extent // vec), 0
+            while done < vectors:
+                width = wide if vectors - done >= wide else 1
+                chunks.append(Chunk(x + done * vec, line + done * vec, width))
+                done += width
+        return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
+
+    @cached_property
+    def line(self) -> int:
+        """Length of a result line, a multiple of the vector."""
+        return max(chunk.line + chunk.width * self.tile.vec for chunk in self.chunks)
+
+    @cached_property
+    def lanes_used(self) -> float:
+        """Share of computed lanes that are results."""
+        computed = sum(chunk.width for chunk in self.chunks) * self.tile.vec
+        return self.tile.box_h * self.positions[2] / computed
+
+    @property
+    def line_channels(self) -> int:
+        """Channels of room in a line: all, and what a ragged last register tile writes beyond."""
+        return self.geometry.out_channels + self.tile.thread_c - 1
+
+    @property
+    def lead(self) -> int:
+        """Zeros before the first packed row."""
+        return round_up(max(1, self.halo[0]), 16)
+
+    @cached_property
+    def packed_size(self) -> int:
+        """Packed input of one box, with the zeros before it and the slack that vector loads may touch behind it."""
+        over_read = self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w
+        low, high = self.geometry.width.offset_range
+        return round_up(self.lead + len(self.depth.rows) * self.plane + over_read + max(0, high) - min(0, low), 16)
+
+    @cached_property
+    def lines_size(self) -> int:
+        return round_up(self.tile.box_d * self.line_channels * self.geometry.width.stride * self.line, 16)
+
+    @property
+    def fold_planes(self) -> int:
+        """Width phases that stay apart in a folded line."""
+        assert self.fold is not None
+        return max(1, self.geometry.width.stride // self.fold.window[2])
+
+    @property
+    def fold_neighbours(self) -> int:
+        """Neighbouring positions that a window folds together."""
+        assert self.fold is not None
+        return max(1, self.fold.window[2] // self.geometry.width.stride)
+
+    @property
+    def fold_row(self) -> int:
+        return round_up(self.positions[2], self.tile.vec)
+
+    @property
+    def fold_box(self) -> tuple[int, int]:
+        """Window rows of a box along depth and height."""
+        assert self.fold is not None
+        g, t = self.geometry, self.tile
+        return t.box_d * g.depth.stride // self.fold.window[0], t.box_h * g.height.stride // self.fold.window[1]
+
+    @property
+    def fold_line(self) -> int:
+        return self.fold_box[1] * self.fold_row
+
+    def pooled_size(self, channels: int) -> int:
+        """Scratch of the folded lines of one box."""
+        if self.fold is None:
+            return 0
+        return round_up(self.fold_box[0] * channels * self.fold_planes * self.fold_line, 16)
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Work items per image along depth and height."""
+        return (
+            -(-self.positions[0] // self.tile.box_d),
+            -(-self.positions[1] // self.tile.box_h),
+        )
+
+
+def box_unit(axis: AxisGeometry, window: int) -> int:
+    """Fewest positions along ``axis`` whose outputs are whole windows."""
+    return math.lcm(axis.stride, window) // axis.stride
+
+
+def register_tile(channels: int, registers: int) -> tuple[int, int]:
+    """``(thread_c, thread_w)`` for a group of ``channels`` output channels.
+
+    Wide enough to keep the multiply-add pipes full, and wasting few channels on ragged groups.
+    """
+    options = [(8, 2), (4, 4), (2, 8), (1, 8)] if registers >= 32 else [(6, 2), (4, 2), (2, 4), (1, 6)]
+
+    def cost(option: tuple[int, int]) -> float:
+        c, w = option
+        padded = round_up(channels, c) / channels
+        loads = (c + w) / (c * w)
+        return padded * (1 + 0.5 * loads)
+
+    return min(options, key=cost)
+
+
+def choose_tile(geometry: ConvGeometry, fold: Fold | None, vec: int, registers: int, cache_bytes: int, itemsize: int) -> Tile:
+    """The default tile: the fewest wasted lanes and repacked rows that still fit the cache."""
+    thread_c, thread_w = register_tile(geometry.out_channels // geometry.groups, registers)
+    window = fold.window if fold is not None else (1, 1, 1)
+    unit_d, unit_h = box_unit(geometry.depth, window[0]), box_unit(geometry.height, window[1])
+    best: tuple[float, Tile] | None = None
+    for repeat_d in (1, 2, 4):
+        for repeat_h in (1, 2, 3, 4, 6, 8):
+            for flat in (False, True):
+                tile = Tile(vec, thread_c, thread_w, unit_d * repeat_d, unit_h * repeat_h, flat)
+                layout = LineLayout(geometry, fold, tile)
+                size = (layout.packed_size + layout.lines_size + layout.pooled_size(geometry.out_channels)) * itemsize
+                first = repeat_d == repeat_h == 1 and not flat
+                if size > cache_bytes and not first:
+                    continue
+                covered_d, covered_h = layout.boxes[0] * tile.box_d, layout.boxes[1] * tile.box_h
+                ragged = covered_d * covered_h / (layout.positions[0] * layout.positions[1])
+                # Packing costs about as much per input row as the products of a few output channels.
+                rows = len(layout.depth.rows) * len(layout.height.rows) / (tile.box_d * tile.box_h)
+                taps = geometry.kernel_volume * geometry.out_channels / geometry.groups
+                packing = 6 * rows / taps
+                cost = ragged * (1 / layout.lanes_used + packing) * (1 if size <= cache_bytes else 2)
+                if best is None or cost < best[0] * 0.995:
+                    best = (cost, tile)
+    assert best is not None
+    return best[1]

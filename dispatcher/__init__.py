@@ -1,0 +1,108 @@
+"""Run fused 3-D operators, described once in a YAML file, on CUDA, OpenCL or NumPy.
+
+``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
+there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, and ``benchmark``
+times them.
+
+Importing this package loads neither a GPU library nor NumPy: each name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatcher.benchmarking import Benchmark, benchmark
+    from dispatcher.compiled import CompiledOperator, compile, run
+    from dispatcher.errors import (
+        BuildError,
+        DeviceError,
+        DeviceMemoryError,
+        DispatcherError,
+        DtypeError,
+        GeometryError,
+        InputError,
+        KernelError,
+        ProblemFileError,
+        VerificationError,
+    )
+    from dispatcher.explanation import Explanation, explain
+    from dispatcher.interface import Device
+    from dispatcher.loader import load_problem
+    from dispatcher.loader import problem_names as problems
+    from dispatcher.operator import Operator
+    from dispatcher.problem import Problem
+    from dispatcher.selection import FallbackWarning, devices
+    from dispatcher.verifying import Verification, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Benchmark",
+    "BuildError",
+    "CompiledOperator",
+    "Device",
+    "DeviceError",
+    "DeviceMemoryError",
+    "DispatcherError",
+    "DtypeError",
+    "Explanation",
+    "FallbackWarning",
+    "GeometryError",
+    "InputError",
+    "KernelError",
+    "Operator",
+    "Problem",
+    "ProblemFileError",
+    "Verification",
+    "VerificationError",
+    "__version__",
+    "benchmark",
+    "compile",
+    "devices",
+    "explain",
+    "load_problem",
+    "problems",
+    "run",
+    "verify",
+]
+
+#: Public name to the module that holds it; ``problems`` has another name there.
+_HOMES = {
+    "benchmarking": ("Benchmark", "benchmark"),
+    "compiled": ("CompiledOperator", "compile", "run"),
+    "errors": (
+        "BuildError",
+        "DeviceError",
+        "DeviceMemoryError",
+        "DispatcherError",
+        "DtypeError",
+        "GeometryError",
+        "InputError",
+        "KernelError",
+        "ProblemFileError",
+        "VerificationError",
+    ),
+    "explanation": ("Explanation", "explain"),
+    "interface": ("Device",),
+    "loader": ("load_problem", "problems"),
+    "operator": ("Operator",),
+    "problem": ("Problem",),
+    "selection": ("FallbackWarning", "devices"),
+    "verifying": ("Verification", "verify"),
+}
+_LAZY = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
+    value = getattr(module, "problem_names" if name == "problems" else name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,62 @@
+"""Every error that the dispatcher raises on purpose, and the exit code each one stands for.
+
+Each class also derives from the built-in exception that a Python user would expect, so that
+``except ValueError`` works as usual. Messages say what is wrong, what was got, what was expected
+and what to do next, in one line.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DispatcherError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class InputError(DispatcherError, ValueError):
+    """A value given by the user is wrong: an argument, an option, a size, a file."""
+
+
+class DtypeError(InputError, TypeError):
+    """A tensor has a dtype that the operator does not take."""
+
+
+class ProblemFileError(InputError):
+    """A problem file, or a mapping that stands for one, does not follow the format."""
+
+
+class GeometryError(InputError):
+    """Sizes that are legal one by one do not make a legal operator together."""
+
+
+class DeviceError(DispatcherError, RuntimeError):
+    """A device does not exist, is not usable, or cannot run this operator."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class KernelError(DispatcherError, RuntimeError):
+    """A kernel failed to build or to run on a device that was asked for."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class BuildError(KernelError):
+    """The device's compiler refused a kernel; the message holds the compiler's first line."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class DeviceMemoryError(KernelError, MemoryError):
+    """An operator needs more memory than the device has or may allocate at once."""
+
+
+class VerificationError(DispatcherError, AssertionError):
+    """A result differs from the reference by more than its error bound."""
+
+    exit_code: ClassVar[int] = 1

@@ -1,0 +1,188 @@
+"""The geometry of a transposed 3-D convolution: one frozen value from which everything is derived.
+
+Notation, per spatial axis: input extent ``I``, kernel ``K``, stride ``S``, padding ``P``, output padding
+``A``, dilation ``L``. Input voxel ``i`` and tap ``k`` meet at output position ``o = i*S - P + k*L``, hence
+
+    O = (I - 1)*S - 2*P + L*(K - 1) + A + 1.
+
+Outputs with the same residue ``r = o mod S`` form a *phase*. Writing ``o = S*m + r``, tap ``k`` takes part in
+phase ``r`` exactly when ``S`` divides ``r + P - k*L``, and it then reads input ``i = m + (r + P - k*L)/S``. A
+phase is therefore a dense little convolution over ``m`` with constant offsets: no zeros are inserted.
+(Source: Dumoulin and Visin, "A guide to convolution arithmetic for deep learning", 2016, section 4.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from dispatcher.errors import GeometryError
+
+SPATIAL_AXES = ("depth", "height", "width")
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Kernel position ``index`` reads input ``m + offset`` in its phase."""
+
+    index: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class AxisPhase:
+    """Outputs ``o = stride*m + residue`` for ``0 <= m < count``; ``taps`` are ordered by offset."""
+
+    residue: int
+    count: int
+    taps: tuple[Tap, ...]
+
+
+@dataclass(frozen=True)
+class AxisGeometry:
+    """One spatial axis of a transposed convolution.
+
+    Raises:
+        GeometryError: an extent is out of range or the output extent is not positive.
+    """
+
+    name: str
+    input: int
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        for field, least in (("input", 1), ("kernel", 1), ("stride", 1), ("dilation", 1), ("padding", 0)):
+            value = getattr(self, field)
+            if value < least:
+                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {least} or more")
+        if self.output_padding < 0:
+            raise GeometryError(
+                f"output_padding on axis {self.name} is {self.output_padding}; it must be 0 or more"
+            )
+        if self.output_padding >= max(self.stride, self.dilation):
+            raise GeometryError(
+                f"output_padding on axis {self.name} is {self.output_padding}; it must be smaller than "
+                f"the stride ({self.stride}) or the dilation ({self.dilation})"
+            )
+        if self.output < 1:
+            raise GeometryError(
+                f"the output size on axis {self.name} is {self.output}; it must be 1 or more "
+                f"(input {self.input}, kernel {self.kernel}, stride {self.stride}, padding {self.padding}, "
+                f"output_padding {self.output_padding}, dilation {self.dilation})"
+            )
+
+    @property
+    def output(self) -> int:
+        """Output extent."""
+        return (
+            (self.input - 1) * self.stride
+            - 2 * self.padding
+            + self.dilation * (self.kernel - 1)
+            + self.output_padding
+            + 1
+        )
+
+    @cached_property
+    def phases(self) -> tuple[AxisPhase, ...]:
+        """The ``stride`` phases, by residue. A phase may have no taps (a hole) or no outputs."""
+        result = []
+        for residue in range(self.stride):
+            reach = residue + self.padding
+            taps = [
+                Tap(k, (reach - k * self.dilation) // self.stride)
+                for k in range(self.kernel)
+                if (reach - k * self.dilation) % self.stride == 0
+            ]
+            taps.sort(key=lambda tap: tap.offset)
+            count = max(0, -(-(self.output - residue) // self.stride))
+            result.append(AxisPhase(residue, count, tuple(taps)))
+        return tuple(result)
+
+    @cached_property
+    def positions(self) -> int:
+        """Number of values of ``m`` that the longest phase has: ``ceil(O / S)``."""
+        return -(-self.output // self.stride)
+
+    @cached_property
+    def offset_range(self) -> tuple[int, int]:
+        """Smallest and largest tap offset over all phases; ``(0, 0)`` when no phase has a tap."""
+        offsets = [tap.offset for phase in self.phases for tap in phase.taps]
+        return (min(offsets), max(offsets)) if offsets else (0, 0)
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """A whole transposed convolution.
+
+    Input ``(N, IC, ID, IH, IW)``, weight ``(IC, OC/groups, KD, KH, KW)``, output ``(N, OC, OD, OH, OW)``.
+
+    Raises:
+        GeometryError: a channel count does not divide by ``groups``, or a count is out of range.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    groups: int
+    depth: AxisGeometry
+    height: AxisGeometry
+    width: AxisGeometry
+
+    def __post_init__(self) -> None:
+        if self.batch < 0:
+            raise GeometryError(f"the batch size is {self.batch}; it must be 0 or more")
+        for name in ("groups", "in_channels", "out_channels"):
+            if getattr(self, name) < 1:
+                raise GeometryError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("in_channels", "out_channels"):
+            if getattr(self, name) % self.groups:
+                raise GeometryError(
+                    f"{name} is {getattr(self, name)}; it must be divisible by groups ({self.groups})"
+                )
+
+    @property
+    def axes(self) -> tuple[AxisGeometry, AxisGeometry, AxisGeometry]:
+        """Depth, height, width."""
+        return (self.depth, self.height, self.width)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int, int, int]:
+        """``(N, IC, ID, IH, IW)``."""
+        return (self.batch, self.in_channels, self.depth.input, self.height.input, self.width.input)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int, int]:
+        """``(IC, OC/groups, KD, KH, KW)``."""
+        return (
+            self.in_channels,
+            self.out_channels // self.groups,
+            self.depth.kernel,
+            self.height.kernel,
+            self.width.kernel,
+        )
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int, int]:
+        """``(N, OC, OD, OH, OW)``."""
+        return (self.batch, self.out_channels, self.depth.output, self.height.output, self.width.output)
+
+    @property
+    def kernel_volume(self) -> int:
+        """Taps per channel pair: ``KD*KH*KW``."""
+        return math.prod(axis.kernel for axis in self.axes)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: each input voxel meets every tap once, one multiply and one add."""
+        return 2 * math.prod(self.input_shape) * (self.out_channels // self.groups) * self.kernel_volume
+
+    @property
+    def longest_sum(self) -> int:
+        """The most products that any output voxel adds up (the GEMM's K of the largest phase)."""
+        taps = (max(len(phase.taps) for phase in axis.phases) for axis in self.axes)
+        return self.in_channels // self.groups * math.prod(taps)

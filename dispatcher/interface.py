@@ -1,0 +1,113 @@
+"""The backend interface, on one screen.
+
+A backend is a module-level object with the three methods of :class:`Backend`. Buffers, queues, contexts and
+caches are its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from dispatcher.operator import Operator
+
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of one backend, usable or not.
+
+    Attributes:
+        backend: ``cuda``, ``opencl`` or ``numpy``.
+        index: position among the backend's devices.
+        name: the device's name, with what tells it from its twins (platform, version).
+        kind: ``gpu``, ``cpu`` or ``reference``.
+        available: True when it can be opened.
+        reason: why it is not available; None when it is.
+        facts: what is known of it (compute units, memory in bytes, versions, …), for people.
+    """
+
+    backend: str
+    index: int
+    name: str
+    kind: Literal["gpu", "cpu", "reference", "unknown"]
+    available: bool = True
+    reason: str | None = None
+    facts: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """What a user writes to name it, such as ``opencl:1``."""
+        return self.backend if self.kind == "reference" else f"{self.backend}:{self.index}"
+
+
+@dataclass
+class Timings:
+    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on the device's clock."""
+
+    upload_s: float = 0.0
+    kernel_s: float = 0.0
+    download_s: float = 0.0
+    launches: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """One kernel launch of a plan, for people: what it computes, how, and why it ends where it ends."""
+
+    name: str
+    steps: tuple[str, ...]
+    algorithm: str
+    detail: Mapping[str, str | int | float] = field(default_factory=dict)
+    note: str = ""
+
+
+class Executable(Protocol):
+    """A compiled operator on one device: reusable, thread-safe, holds packed weights and scratch."""
+
+    @property
+    def launches(self) -> Sequence[PlannedLaunch]:
+        """The launches that one call makes, in order."""
+
+    def __call__(
+        self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None
+    ) -> Any:
+        """Run once and wait for the result.
+
+        Args:
+            tensors: every input tensor by parameter name, C-contiguous NumPy arrays of the operator's dtype
+                and shapes (a backend that sets ``device_arrays`` also gets arrays that live on its device).
+                They are not modified and not kept.
+            output: where to put the result (C-contiguous, right shape and dtype), or None for a new array.
+            timings: filled in when given.
+
+        Raises:
+            KernelError: a kernel failed; the message names it.
+        """
+
+
+class Backend(Protocol):
+    """What the dispatcher knows of a backend."""
+
+    name: str
+
+    def probe(self) -> Sequence[Device]:
+        """Every device, or one unavailable device that holds the reason. Opens them; never raises."""
+
+    def supports(self, operator: Operator, device: Device) -> str | None:
+        """None when ``device`` can run ``operator``, else the reason why not."""
+
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
+        """Build what is needed to run ``operator`` on ``device``.
+
+        Args:
+            options: tuning choices such as ``algorithm``; a backend refuses keys it does not know.
+
+        Raises:
+            InputError: an option is unknown or has a wrong value.
+            BuildError: the device's compiler refused a kernel.
+        """

@@ -1,0 +1,469 @@
+"""Checking a result against the reference, with an error bound for every element.
+
+The reference walks through the pipeline in float64. Beside each value goes a bound on the error that a
+correct implementation in the operator's arithmetic may make there (a running error analysis: Higham, "Accuracy and
+Stability of Numerical Algorithms", 2nd edition, section 3.3). A sum of ``n`` terms is granted ``4*sqrt(n)``
+units of roundoff instead of the worst case ``n``, and errors of different terms are taken to be independent.
+Rounding errors behave like that (Higham and Mary, "A new approach to probabilistic rounding error analysis",
+SIAM Journal on Scientific Computing 41, 2019), and the worst case would let wrong results pass.
+
+The bounds scale with the data, so a check needs no tolerance of its own: a softmax whose values are near 1e-5
+is checked as sharply as one whose values are near 1. Numbers below the smallest normal one may be flushed to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dispatcher.interface import Tensors
+from dispatcher.operator import Operator
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+
+Array = NDArray[np.float64]
+Progress = Callable[[float], None]
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found.
+
+    Attributes:
+        passed: True when every element is within its bound.
+        max_abs_error: largest ``|result - reference|``; NaN or infinite where just one of them is.
+        max_error_over_bound: largest ratio of error and bound; at most 1 when passed.
+        normwise: ``|result - reference| / |reference|`` in the Euclidean norm over all finite elements.
+        worst_index: where that ratio is largest; None when there are no elements or the shapes differ.
+        worst_value: the result there.
+        worst_reference: the reference there.
+        reason: why it failed, in one line; empty when passed.
+    """
+
+    passed: bool
+    max_abs_error: float
+    max_error_over_bound: float
+    normwise: float
+    worst_index: tuple[int, ...] | None = None
+    worst_value: float = math.nan
+    worst_reference: float = math.nan
+    reason: str = ""
+
+
+def _refused(reason: str) -> Comparison:
+    return Comparison(False, math.inf, math.inf, math.inf, reason=reason)
+
+
+def _worse(one: float, other: float) -> bool:
+    """Is ``one`` worse than ``other``? NaN is worse than anything."""
+    return not math.isnan(other) and (math.isnan(one) or one > other)
+
+
+class _Tally:
+    """Adds up a comparison part by part."""
+
+    def __init__(self) -> None:
+        self.max_abs_error = self.max_ratio = 0.0
+        self.error_squares = self.reference_squares = 0.0
+        self.elements = self.beyond = self.odd_nans = self.odd_infinities = 0
+        self.worst_index: tuple[int, ...] | None = None
+        self.worst_value = self.worst_reference = self.worst_bound = math.nan
+
+    def add(self, result: np.ndarray, reference: Array, bound: Array, offset: int) -> None:
+        """Take in batch items ``offset`` and on; all arrays have the same shape."""
+        if result.size == 0:
+            return
+        value = result.astype(np.float64)
+        known = reference  # without what is not finite
+        with np.errstate(all="ignore"):
+            error = np.abs(value - reference)
+            if not np.isfinite(error).all():
+                overflow = np.abs(reference) + bound >= np.finfo(result.dtype).max
+                same = (value == reference) | (np.isnan(value) & np.isnan(reference))
+                same |= np.isinf(value) & overflow & (np.sign(value) == np.sign(reference))
+                error[same] = 0.0
+                odd_nans = np.isnan(value) != np.isnan(reference)
+                self.odd_nans += int(odd_nans.sum())
+                self.odd_infinities += int((np.isinf(error) & ~odd_nans).sum())
+                known = np.where(np.isfinite(reference), reference, 0.0)
+            ratio = np.divide(error, bound)
+            ratio[error == 0.0] = 0.0
+            self.error_squares += float(np.vdot(error, error))
+            self.reference_squares += float(np.vdot(known, known))
+        self.elements += error.size
+        self.beyond += int((~(ratio <= 1.0)).sum())
+        largest = float(error.max())
+        if _worse(largest, self.max_abs_error):
+            self.max_abs_error = largest
+        worst = np.unravel_index(int(ratio.argmax()), ratio.shape)
+        if self.worst_index is None or _worse(float(ratio[worst]), self.max_ratio):
+            self.max_ratio = float(ratio[worst])
+            self.worst_index = (int(worst[0]) + offset, *(int(place) for place in worst[1:]))
+            self.worst_value, self.worst_reference = float(value[worst]), float(reference[worst])
+            self.worst_bound = float(bound[worst])
+
+    def finish(self) -> Comparison:
+        """The comparison of all that was taken in."""
+        if self.reference_squares > 0.0:
+            normwise = math.sqrt(self.error_squares / self.reference_squares)
+        else:
+            normwise = 0.0 if self.error_squares == 0.0 else math.inf
+        if math.isnan(self.max_abs_error):
+            normwise = math.nan
+        reason = ""
+        if self.beyond:
+            reason = (
+                f"{self.beyond} of {self.elements} elements are wrong; the worst, at {self.worst_index}, is "
+                f"{self.worst_value:.9g}, expected {self.worst_reference:.9g} within {self.worst_bound:.3g}"
+            )
+            if self.odd_nans:
+                reason += f"; {self.odd_nans} are NaN where the reference is not, or the other way round"
+            if self.odd_infinities:
+                reason += f"; {self.odd_infinities} are infinite where the reference is not, or otherwise"
+        return Comparison(
+            self.beyond == 0,
+            self.max_abs_error,
+            self.max_ratio,
+            normwise,
+            self.worst_index,
+            self.worst_value,
+            self.worst_reference,
+            reason,
+        )
+
+
+def _misfit(result: Any, shape: tuple[int, ...], dtype: str | None) -> str:
+    """Why ``result`` cannot be compared at all; empty when it can."""
+    if not isinstance(result, np.ndarray):
+        return f"the result is a {type(result).__name__}; expected a NumPy array"
+    if result.shape != shape:
+        return f"the result has shape {result.shape}; the reference has shape {shape}"
+    if result.dtype.kind != "f" or (dtype is not None and result.dtype != dtype):
+        return f"the result has dtype {result.dtype}; expected {dtype or 'a floating-point dtype'}"
+    return ""
+
+
+def compare(
+    result: np.ndarray, reference: Array, bound: Array | float, *, dtype: str | None = None
+) -> Comparison:
+    """Compare a result with the reference, element by element. Nothing is broadcast.
+
+    NaN matches NaN only and an infinity the same infinity, except that a result may be infinite where the
+    reference is, within its bound, beyond the largest number of the result's dtype.
+
+    Args:
+        result: what is checked.
+        reference: the truth, float64, of the same shape.
+        bound: largest error allowed; an array of the same shape, or one number for all.
+        dtype: what the result's dtype has to be; None for any floating-point dtype.
+
+    Returns:
+        What was found. Wrong shapes and dtypes are failures, not exceptions; two empty arrays agree.
+    """
+    misfit = _misfit(result, reference.shape, dtype)
+    if misfit:
+        return _refused(misfit)
+    tally = _Tally()
+    bounds = np.full(reference.shape, float(bound)) if isinstance(bound, int | float) else bound
+    if bounds.shape != reference.shape:
+        return _refused(f"the bound has shape {bounds.shape}; the reference has shape {reference.shape}")
+    tally.add(result, reference.astype(np.float64), bounds, 0)
+    return tally.finish()
+
+
+def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """A new array in which every element is NaN, to be passed as ``output``: what is not written shows.
+
+    Args:
+        shape: of the array.
+        dtype: ``float16``, ``float32`` or ``float64``.
+    """
+    return np.full(shape, np.nan, dtype)
+
+
+# ---- error bounds ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Bounded:
+    """A value of the pipeline and, in the same shape, the largest error a correct implementation makes."""
+
+    value: Array
+    error: Array
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The arithmetic that an implementation has to use, or a better one.
+
+    Attributes:
+        roundoff: unit roundoff of every operation.
+        product: relative error granted to each product of a convolution on top of that.
+        tiny: smallest normal number; smaller ones may be flushed to zero.
+        magnitudes: dtype in which the magnitudes of a convolution's sums are taken.
+    """
+
+    roundoff: float
+    product: float
+    tiny: float
+    magnitudes: type[np.floating[Any]]
+
+    def sum_of(self, terms: float) -> float:
+        """Error of a sum, relative to the sum of its terms' magnitudes."""
+        return min(terms, 4.0 * math.sqrt(terms)) * self.roundoff
+
+
+def arithmetic_of(operator: Operator) -> Arithmetic:
+    """The arithmetic that ``operator`` asks for: float16 is computed in float32 and rounded at the end."""
+    if operator.dtype == "float64":
+        # Twice the unit roundoff, since the reference itself has errors of this size.
+        return Arithmetic(2.0**-52, 0.0, float(np.finfo(np.float64).tiny), np.float64)
+    # TF32 has 10 explicit bits: 2**-11 for each of the two factors.
+    product = 2.0**-10 if operator.precision == "tf32" else 0.0
+    return Arithmetic(2.0**-24, product, float(np.finfo(np.float32).tiny), np.float32)
+
+
+def _together(errors: Array, axes: tuple[int, ...]) -> Array:
+    """Error of a sum of terms that have independent errors."""
+    independent = 2.0 * np.sqrt(np.square(errors).sum(axis=axes, keepdims=True))
+    smaller: Array = np.minimum(errors.sum(axis=axes, keepdims=True), independent)
+    return smaller
+
+
+def _extent(array: Array, axes: tuple[int, ...]) -> int:
+    return math.prod(array.shape[axis] for axis in axes)
+
+
+def _magnitude(array: Array) -> float:
+    """A power of two near the largest finite magnitude."""
+    largest = float(np.max(array, where=np.isfinite(array), initial=0.0))
+    return math.ldexp(1.0, math.frexp(largest)[1])
+
+
+class _Rules:
+    """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
+
+    def __init__(self, arithmetic: Arithmetic, progress: Progress) -> None:
+        from backends.numpy_ref import steps as reference
+
+        self.reference = reference
+        self.arithmetic = arithmetic
+        self.progress = progress
+        self.table: dict[type[Step], Callable[..., Array]] = {
+            ConvTranspose3d: self.convolution,
+            Pointwise: self.pointwise,
+            Normalize: self.normalize,
+            Softmax: self.softmax,
+            Pool: self.pool,
+            Reduce: self.reduce,
+        }
+
+    def load(self, array: Array) -> Bounded:
+        """An input tensor is exact, but its subnormal numbers may be flushed to zero."""
+        magnitude = np.abs(array)
+        return Bounded(array, np.where(magnitude < self.arithmetic.tiny, magnitude, 0.0))
+
+    def compute(self, step: Step, x: Bounded, operands: Sequence[Bounded | float]) -> Bounded:
+        """One step of the pipeline with its error."""
+        bounded = [
+            operand
+            if isinstance(operand, Bounded)
+            else Bounded(np.float64(operand), np.float64(abs(operand) * self.arithmetic.roundoff))
+            for operand in operands
+        ]
+        y = self.reference.apply(step, x.value, [operand.value for operand in bounded], self.progress)
+        error = self.table[type(step)](step, x, y, *bounded)
+        # An infinite or undefined value has no error: it is met exactly or not at all.
+        return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
+
+    def convolution(
+        self, step: ConvTranspose3d, x: Bounded, y: Array, weight: Bounded, *bias: Bounded
+    ) -> Array:
+        """The rounding of products and sums, and the input's error times the weights' magnitudes."""
+        own = self.arithmetic.sum_of(step.geometry.longest_sum + len(bias)) + self.arithmetic.product
+        # Both are convolutions with the magnitudes of the weights, so one will do.
+        error = own * self.magnitudes(
+            step, np.abs(x.value) + x.error / own, np.abs(weight.value), self.progress
+        )
+        if weight.error.any():
+            error += self.magnitudes(step, np.abs(x.value), weight.error)
+        for term in bias:
+            error += own * np.abs(term.value) + term.error
+        return error
+
+    def magnitudes(
+        self, step: ConvTranspose3d, x: Array, weight: Array, progress: Progress | None = None
+    ) -> Array:
+        """The convolution of two arrays without negative numbers, accurate to a few digits."""
+        dtype, scale_x, scale_w = self.arithmetic.magnitudes, _magnitude(x), _magnitude(weight)
+        scaled = self.reference.conv_transpose3d(
+            step, (x / scale_x).astype(dtype), (weight / scale_w).astype(dtype), progress=progress
+        )
+        result: Array = scaled.astype(np.float64)
+        result *= scale_x
+        result *= scale_w
+        return result
+
+    def pointwise(self, step: Pointwise, x: Bounded, y: Array, *arguments: Bounded) -> Array:
+        """A few roundings, and what the function makes of the argument's error at its two ends."""
+        unit = self.arithmetic.roundoff
+        error: Array = 4.0 * unit * np.abs(y)
+        match step.function, arguments:
+            case (("add" | "subtract"), (other,)):
+                return error + x.error + other.error
+            case "scale", (other,):
+                return error + np.abs(other.value) * x.error + (np.abs(x.value) + x.error) * other.error
+        values = [argument.value for argument in arguments]
+        function = self.reference.POINTWISE[step.function]
+        error += np.maximum(
+            np.abs(function(x.value + x.error, *values) - y), np.abs(function(x.value - x.error, *values) - y)
+        )
+        match step.function:
+            case "gelu":  # 1 + erf(x) cancels where x is negative
+                error += 4.0 * unit * np.minimum(np.abs(x.value), 6.0)
+            case "softplus":  # so does log(1 + exp(x)), without log1p
+                error += 2.0 * unit
+        return error
+
+    def normalize(self, step: Normalize, x: Bounded, y: Array, *affine: Bounded) -> Array:
+        """Errors of the mean, the variance and the quotient, for a variance taken in two passes."""
+        unit = self.arithmetic.roundoff
+        parts, axes = self.reference.split_groups(step, x.value)
+        errors, _ = self.reference.split_groups(step, x.error)
+        count = _extent(parts, axes)
+        centred = parts - parts.mean(axis=axes, keepdims=True)
+        variance = np.square(centred).mean(axis=axes, keepdims=True)
+
+        mean_error = _together(errors, axes) / count
+        mean_error = mean_error + self.arithmetic.sum_of(count) * np.abs(parts).mean(axis=axes, keepdims=True)
+        centred_error = errors + mean_error + unit * np.abs(centred)
+        # The mean's error enters the variance by its square only.
+        variance_error = 2.0 * _together(np.abs(centred) * errors, axes) / count
+        variance_error += np.square(centred_error).mean(axis=axes, keepdims=True)
+        variance_error += (self.arithmetic.sum_of(count) + 4.0 * unit) * (variance + step.eps)
+        relative = np.minimum(variance_error / (variance + step.eps), 0.99)
+        stretch = 1.0 / np.sqrt(1.0 - relative)
+
+        deviation = np.sqrt(variance + step.eps)
+        quotient = np.abs(centred) / deviation
+        error = centred_error / deviation * stretch + quotient * (stretch - 1.0 + 4.0 * unit)
+        # No element is further than sqrt(count) deviations from the mean.
+        error = np.minimum(error, 2.0 * math.sqrt(count)).reshape(y.shape)
+        quotient = quotient.reshape(y.shape)
+        given = iter(affine)
+        if step.weight is not None:
+            weight = next(given)
+            error = error * np.abs(weight.value) + quotient * (
+                weight.error + 2.0 * unit * np.abs(weight.value)
+            )
+        if step.bias is not None:
+            bias = next(given)
+            error = error + bias.error + 2.0 * unit * np.abs(bias.value)
+        bounded: Array = error + 2.0 * unit * np.abs(y)
+        return bounded
+
+    def softmax(self, step: Softmax, x: Bounded, y: Array) -> Array:
+        """Relative errors of the exponentials and of their sum."""
+        unit = self.arithmetic.roundoff
+        depth = x.value.max(axis=step.axes, keepdims=True) - x.value
+        exponential = x.error + unit * (depth + 4.0)  # relative, since exp turns sums into products
+        total = _together(y * x.error, step.axes) + (y * unit * (depth + 4.0)).sum(step.axes, keepdims=True)
+        total = total + self.arithmetic.sum_of(_extent(y, step.axes))
+        error: Array = np.where(y > 0.0, y * np.expm1(exponential + total), 0.0)
+        return np.minimum(error, 1.0)
+
+    def pool(self, step: Pool, x: Bounded, y: Array) -> Array:
+        """Of a maximum, the largest error in its window; of a mean, its terms' errors and its own rounding."""
+        windows = self.reference.windows
+        if step.function == "max":
+            return windows(step, x.error, np.maximum)
+        count = math.prod(step.window)
+        squares = windows(step, np.square(x.error), np.add)
+        error = np.minimum(windows(step, x.error, np.add), 2.0 * np.sqrt(squares))
+        error += (self.arithmetic.sum_of(count) + 2.0 * self.arithmetic.roundoff) * windows(
+            step, np.abs(x.value), np.add
+        )
+        mean: Array = error / count
+        return mean
+
+    def reduce(self, step: Reduce, x: Bounded, y: Array) -> Array:
+        """As for pools; of log-sum-exp, the error of the sum relative to the sum."""
+        unit = self.arithmetic.roundoff
+        count = _extent(x.value, step.axes)
+        if step.function == "max":
+            largest: Array = x.error.max(axis=step.axes, keepdims=True, initial=0.0)
+            return largest
+        if step.function == "log_sum_exp":
+            share = np.exp(x.value - y)
+            depth = x.value.max(axis=step.axes, keepdims=True, initial=-np.inf) - x.value
+            error = _together(np.where(share > 0.0, share * (x.error + unit * (depth + 4.0)), 0.0), step.axes)
+            error += self.arithmetic.sum_of(count) + 4.0 * unit * (1.0 + np.abs(y))
+            return error
+        rounding = self.arithmetic.sum_of(count) + 2.0 * unit
+        error = _together(x.error, step.axes)
+        error = error + rounding * np.abs(x.value).sum(axis=step.axes, keepdims=True)
+        return error / count if step.function == "mean" else error
+
+
+def _bounded_parts(
+    operator: Operator, tensors: Tensors, progress: Progress | None
+) -> Iterator[tuple[slice, Bounded]]:
+    """Parts of the result, as slices of its batch axis, with the bound that includes the final rounding."""
+    from backends.numpy_ref import Meter, chunks, walk
+
+    parts = chunks(operator)
+    meter = Meter(progress, 2 * len(parts) * len(operator.convolutions))
+    rules = _Rules(arithmetic_of(operator), meter)
+    rounding = np.finfo(operator.dtype)
+    for chunk in parts:
+        with np.errstate(all="ignore"):
+            exact = walk(operator, tensors, chunk, rules.load, rules.compute)
+            error = exact.error + np.abs(exact.value) * float(rounding.eps) / 2
+            error += float(rounding.smallest_subnormal)
+            error *= operator.problem.tolerance
+        yield chunk if len(parts) > 1 else slice(0, operator.output_shape[0]), Bounded(exact.value, error)
+    if progress is not None:
+        progress(1.0)
+
+
+def bounded_reference(
+    operator: Operator, tensors: Tensors, *, progress: Progress | None = None
+) -> tuple[Array, Array]:
+    """The reference and the largest error that a correct result may have, element by element.
+
+    Args:
+        operator: what to compute.
+        tensors: every input tensor by name.
+        progress: told the fraction done, from time to time.
+
+    Returns:
+        Two float64 arrays of ``operator.output_shape``.
+    """
+    reference = np.empty(operator.output_shape)
+    bound = np.empty(operator.output_shape)
+    for chunk, part in _bounded_parts(operator, tensors, progress):
+        reference[chunk], bound[chunk] = part.value, part.error
+    return reference, bound
+
+
+def verify_result(
+    operator: Operator, tensors: Tensors, result: np.ndarray, progress: Progress | None = None
+) -> Comparison:
+    """Compare a result with the reference, a few batch items at a time.
+
+    Args:
+        operator: what was computed.
+        tensors: every input tensor by name.
+        result: what was got; it must have the operator's output shape and dtype.
+        progress: told the fraction done, from time to time.
+    """
+    misfit = _misfit(result, operator.output_shape, operator.dtype)
+    if misfit:
+        return _refused(misfit)
+    tally = _Tally()
+    for chunk, part in _bounded_parts(operator, tensors, progress):
+        tally.add(result[chunk], part.value, part.error, chunk.start)
+    return tally.finish()

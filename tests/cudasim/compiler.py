@@ -1,0 +1,173 @@
+"""The nvcc stand-in: compiles a .cu file to a host shared object that the stand-in driver loads as a "cubin".
+
+The source is preprocessed first, so macros and included files have been dealt with when the tokens that plain C++
+lacks (__global__, __shared__, extern __shared__) are rewritten. Line markers stay, so messages name the user's file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cudasim.build import BuildError, compiler_version, run_compiler, runtime_object
+from tests.cudasim.cache import SOURCES, cache_folder, cached_folder, content_hash
+
+KEEP_UNUSED_S = 14 * 24 * 3600
+
+_ATTRIBUTES = r"(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)*"
+_LINE_MARKERS = r"(?:#[^\n]*\n\s*)*"
+_KERNEL = re.compile(
+    rf"(template\s*<[^;{{}}]*>\s*)?\b__global__\s+{_LINE_MARKERS}(?:static\s+)?void\s+{_ATTRIBUTES}(\w+)\s*\("
+)
+_DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ATTRIBUTES}([\w:\s]*?\w)\s+(\w+)\s*\[\s*\]\s*;")
+_LINE_MARKER = re.compile(r'^# \d+ "[^\n]*$', re.MULTILINE)
+
+_OPTIMISATION = ("-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+                 "-fno-strict-aliasing")  # fmt: skip
+_CHECKS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
+# What makes two loaded copies of one module independent of each other, and lets module.ld sort its variables.
+_MODULE_LAYOUT = ("-fPIC", "-fno-semantic-interposition", "-fno-gnu-unique", "-fdata-sections", "-fno-common",
+                  "-fno-threadsafe-statics")  # fmt: skip
+
+
+def rewrite(preprocessed: str) -> tuple[str, list[str]]:
+    """Turns preprocessed CUDA C++ into C++.
+
+    Args:
+        preprocessed: The text, in which __global__ and __shared__ still stand as they are.
+
+    Returns:
+        The C++ text, and the names of the kernels: all non-template functions marked __global__.
+    """
+    kernels = [match.group(2) for match in _KERNEL.finditer(preprocessed) if not match.group(1)]
+
+    text = _DYNAMIC_SHARED.sub(r"\1 *\2 = reinterpret_cast<\1 *>(cusim::dynamic_shared);", preprocessed)
+    text = re.sub(r"\b__shared__\b", "static", text)
+    text = re.sub(r"\b__global__\b", "", text)
+    return text, list(dict.fromkeys(kernels))
+
+
+def module_table(kernels: Sequence[str], architecture: str) -> str:
+    """The C++ text that names a module's kernels to the driver.
+
+    Args:
+        kernels: Names of extern "C" functions, or of others that are not overloaded.
+        architecture: As in sm_80 or sm_90a, without the sm_.
+    """
+    entries = "".join(f'cusim::entry<&{name}>("{name}"), ' for name in kernels)
+    number, specific = re.fullmatch(r"(\d+)([af]?)", architecture).groups()  # type: ignore[union-attr]
+    return f"""
+# 1 "module table"
+__attribute__((section("cusim_kernel_table"))) const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0}}}};
+extern "C" __attribute__((section("cusim_kernel_table"), visibility("default"))) const cusim_abi::Module cusim_module = {{
+    cusim_abi::VERSION, {number}, {"true" if specific else "false"}, cusim_kernels, {len(kernels)}, cusim_shared_begin,
+    cusim_shared_end, cusim_globals_begin, cusim_globals_end, cusim::describe_thread}};
+"""
+
+
+def compile_file(
+    source: Path, *, architecture: str, standard: str = "c++17", options: Sequence[str] = ()
+) -> bytes:
+    """Compiles a .cu file, or takes the result of an earlier compilation of the same text from the cache.
+
+    Args:
+        source: The .cu file.
+        architecture: As in sm_80, without the sm_.
+        standard: The C++ standard.
+        options: -I and -D options.
+
+    Returns:
+        The shared object.
+
+    Raises:
+        BuildError: With the host compiler's messages, which name the user's files and lines.
+    """
+    device = SOURCES / "device"
+    version = compiler_version()
+    digits = re.sub(r"\D", "", architecture)
+    preprocessed = run_compiler([
+        f"-std={standard}", "-E", "-x", "c++", f"-D__CUDA_ARCH__={digits}0", "-include", str(device / "cusim.h"),
+        *options, str(source),
+    ])  # fmt: skip
+    text, kernels = rewrite(preprocessed)
+    text += module_table(kernels, architecture)
+    runtime = runtime_object(version)
+    flags = (f"-std={standard}", *_OPTIMISATION, *_CHECKS, *_MODULE_LAYOUT)
+
+    def fill(folder: Path) -> None:
+        program, kernel = folder / "kernel.ii", folder / "kernel.o"
+        program.write_text(text)
+        run_compiler([*flags, "-w", "-c", str(program), "-o", str(kernel)])
+        run_compiler([
+            "-shared", "-Wl,-Bsymbolic", "-Wl,-T," + str(device / "module.ld"), str(kernel), str(runtime),
+            "-o", str(folder / "module.so"),
+        ])  # fmt: skip
+        program.unlink()
+        kernel.unlink()
+
+    code = _LINE_MARKER.sub("", text)  # the same source hits the cache wherever it lies
+    name = content_hash([device / "module.ld"], code, str(runtime), version, " ".join(flags))
+    folder = cached_folder("modules", name, fill)
+    os.utime(folder)
+    _forget_unused(folder.parent)
+    return (folder / "module.so").read_bytes()
+
+
+def _forget_unused(modules: Path) -> None:
+    """Once a day, removes modules that nobody has asked for lately."""
+    stamp = cache_folder() / "last-cleaned"
+    now = time.time()
+    if stamp.exists() and now - stamp.stat().st_mtime < KEEP_UNUSED_S / 14:
+        return
+    stamp.touch()
+    for folder in modules.iterdir():
+        if now - folder.stat().st_mtime > KEEP_UNUSED_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nvcc", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("-cubin", "--cubin", action="store_true", required=True)
+    parser.add_argument("-arch", "--gpu-architecture", required=True)
+    parser.add_argument("-std", default="c++17")
+    parser.add_argument("-o", dest="output", type=Path, required=True)
+    parser.add_argument("-I", dest="includes", action="append", default=[])
+    parser.add_argument("-D", dest="defines", action="append", default=[])
+    parser.add_argument("-Xptxas", "-Xcompiler", action="append", help="ignored")
+    parser.add_argument("-lineinfo", "-O3", action="store_true", help="ignored")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one compilation as nvcc would: `nvcc -cubin -arch=sm_80 -I DIR -DNAME=VALUE -o OUT.cubin IN.cu`.
+
+    Returns:
+        The exit status.
+    """
+    if "--version" in arguments or "-V" in arguments:
+        print(
+            "nvcc: the kernel-dispatcher CUDA simulator's compiler\nCuda compilation tools, release 13.0, V13.0.0"
+        )
+        return 0
+    # argparse takes -DNAME as -D NAME, and -Xptxas -v only if they are one word.
+    joined = re.sub(r"\0(-Xptxas|-Xcompiler)\0", r"\0\1=", "\0".join(["", *arguments])).split("\0")[1:]
+    given = _parser().parse_args(joined)
+    match = re.fullmatch(r"sm_(\d+[af]?)", given.gpu_architecture)
+    if match is None:
+        print(f"nvcc: -arch must be sm_NN, not {given.gpu_architecture}", file=sys.stderr)
+        return 1
+    options = [*(f"-I{folder}" for folder in given.includes), *(f"-D{define}" for define in given.defines)]
+    try:
+        module = compile_file(given.source, architecture=match.group(1), standard=given.std, options=options)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    given.output.write_bytes(module)
+    return 0

@@ -1,0 +1,65 @@
+// State and helpers shared by the parts of the stand-in driver.
+#pragma once
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../abi.h"
+
+#define DRIVER_API extern "C" __attribute__((visibility("default"))) CUresult
+
+struct CUctx_st {
+    int device;
+    int references;
+    bool alive;
+};
+
+namespace driver {
+
+constexpr size_t PAGE = 4096;
+constexpr size_t GUARD_BYTES = 16 << 20;  // inaccessible address space on both sides of an allocation
+
+struct Architecture {
+    int capability;              // 89 for 8.9
+    int shared_per_block_optin;  // bytes
+    int shared_per_multiprocessor;
+    int threads_per_multiprocessor;
+    int blocks_per_multiprocessor;
+};
+
+// What the DISPATCHER_CUDA_SIM* environment variables ask for; read anew at each call, so that tests can change them.
+bool requested();
+int device_count();
+const Architecture *architecture(int device);  // null: not one that is emulated
+size_t memory_bytes();
+size_t allocation_alignment();
+unsigned worker_limit();
+bool reverse_schedule();
+bool eager_copies();
+bool truncating_mma();
+
+// Guards all state. Launches hold it, so they run one at a time.
+extern std::recursive_mutex mutex;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+bool initialized();
+CUcontext current_context();  // null: none, or a destroyed one
+
+// Records what cuGetErrorString adds to the text of `error`, prints it to stderr, and returns `error`.
+CUresult fail(CUresult error, const std::string &detail);
+
+void free_allocations_of(CUcontext context);
+void add_device_variables(const char *begin, const char *end);
+void remove_device_variables(const char *begin);
+std::string describe_address(const void *address);  // where it lies relative to the nearest allocation
+std::string find_stray_write();                     // empty: the gaps around all allocations are untouched
+void protect_other_devices(int device, bool protect);
+
+}  // namespace driver
+
+#define NEED_INIT() do { if (!driver::initialized()) return CUDA_ERROR_NOT_INITIALIZED; } while (0)
+#define NEED_CONTEXT() do { NEED_INIT(); if (!driver::current_context()) return CUDA_ERROR_INVALID_CONTEXT; } while (0)
+#define NEED_DEVICE(d) do { NEED_INIT(); if ((d) < 0 || (d) >= driver::device_count()) return CUDA_ERROR_INVALID_DEVICE; } while (0)
