@@ -1,10 +1,961 @@
-"""The command line of the kernel dispatcher."""
+"""The command line: results on stdout, everything else on stderr, and an exit code that says how it went.
+
+Exit codes: 0 done, and verified where asked; 1 a verification failed; 2 wrong usage or input; 3 no such
+device, or it cannot run this; 4 a kernel failed to build or run; 130 interrupted; 141 nobody reads stdout.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True)
+from dispatcher import __version__
+from dispatcher.errors import DeviceError, DispatcherError, InputError, KernelError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dispatcher.interface import Device
+    from dispatcher.operator import Operator
+    from dispatcher.problem import Problem
+
+SCHEMA = 1  # of every --json output; raised when a key changes its meaning or goes away
+MAX_SEED = 2**64 - 1
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+
+app = typer.Typer(
+    name="dispatcher",
+    help="Run fused 3-D operators, described once in YAML, on CUDA, OpenCL or NumPy.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
+class _ClosedPipeError(Exception):
+    """Nobody reads stdout any more."""
+
+
+class _Debug:
+    """Whether --debug was given; main() needs to know after the command is gone."""
+
+    on = False
+
+
+def _enable_debug(value: bool) -> bool:
+    if value:
+        _Debug.on = True
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+    return value
+
+
+def _print_version(value: bool) -> bool:
+    if value:
+        _print(f"kernel-dispatcher {__version__}")
+        raise typer.Exit
+    return value
+
+
+ProblemArgument = Annotated[
+    str, typer.Argument(metavar="PROBLEM", help="Name of a problem, or path of its file.")
+]
+ProblemsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PROBLEM]...", help="Names or paths; all bundled ones if left out."),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D",
+        help="auto, a backend, backend:index, backend:part-of-name, or several with commas in order of "
+        "preference. If left out: the environment variable DISPATCHER_DEVICE, then auto.",
+    ),
+]
+DeviceOrAllOption = Annotated[str | None, typer.Option(metavar="D|all", help="A device, or all usable ones.")]
+CaseOption = Annotated[str | None, typer.Option(metavar="C", help="Named case that gives the sizes.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A size, a scalar, or a shorthand: stride=2, stride=2,2,1. Repeatable.",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="float16, float32 or float64, for every tensor; float32 if left out."),
+]
+PrecisionOption = Annotated[
+    str, typer.Option(metavar="P", help="fp32, or tf32 to allow 10-bit mantissas in matrix products.")
+]
+SeedOption = Annotated[
+    str, typer.Option(metavar="N", help="Seed of the random tensors, from 0 to 2**64 - 1.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DebugOption = Annotated[
+    bool,
+    typer.Option("--debug", callback=_enable_debug, is_eager=True, help="Log what happens; show tracebacks."),
+]
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        _print(context.get_help())
+        raise typer.Exit
+
+
+@app.command("devices")
+def devices_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """List the devices of this machine, and why some cannot be used."""
+    from dispatcher.explanation import device_dict
+    from dispatcher.selection import devices, first_usable, parse_request
+
+    found = devices()
+    try:
+        auto = first_usable(parse_request("auto"))[0].id
+    except DeviceError:
+        auto = None
+    if as_json:
+        _print_json("devices", {"devices": [device_dict(device) for device in found], "auto": auto})
+        return
+    rows = [
+        (device.id, device.kind, "yes" if device.available else "no", device.name)
+        if device.available
+        else (device.backend if device.name == device.backend else device.id, "", "no", device.reason or "")
+        for device in found
+    ]
+    _print(_table(("DEVICE", "KIND", "USABLE", "NAME, OR WHY NOT"), rows))
+    _print(f"auto picks {auto}" if auto else "auto finds no usable device")
+
+
+@app.command("problems")
+def problems_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """List the problems that come with the package."""
+    from dispatcher.loader import load_problem, problem_names
+
+    found = [load_problem(name) for name in problem_names()]
+    if as_json:
+        _print_json(
+            "problems",
+            {
+                "problems": [
+                    {"name": p.name, "title": p.title, "origin": p.origin, "cases": list(p.cases)}
+                    for p in found
+                ]
+            },
+        )
+        return
+    _print(_table(("PROBLEM", "TITLE", "CASES"), [(p.name, p.title, ", ".join(p.cases)) for p in found]))
+
+
+@app.command("show")
+def show_command(problem: ProblemArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Show a problem: its parameters, its pipeline and its cases."""
+    from dispatcher.arguments import shorthands
+    from dispatcher.loader import load_problem
+
+    loaded = load_problem(problem)
+    described = _problem_dict(loaded)
+    described["shorthands"] = {name: list(names) for name, names in shorthands(loaded).items()}
+    if as_json:
+        _print_json("show", described)
+        return
+    _print(f"{loaded.name}\n{loaded.title}")
+    if loaded.origin:
+        _print(f"origin: {loaded.origin}")
+    _print("")
+    _print(
+        _table(
+            ("PARAMETER", "TYPE", "SHAPE", "DEFAULT"),
+            [
+                (
+                    parameter["name"],
+                    parameter["type"]
+                    + ("" if parameter["input"] or parameter["type"] != "tensor" else " (result)"),
+                    "" if parameter["shape"] is None else f"({', '.join(map(str, parameter['shape']))})",
+                    "" if parameter["default"] is None else str(parameter["default"]),
+                )
+                for parameter in described["parameters"]
+            ],
+        )
+    )
+    short = ", ".join(f"{name} ({', '.join(names)})" for name, names in shorthands(loaded).items())
+    if short:
+        _print(f"\nshorthands: {short}")
+    _print("\npipeline:")
+    for position, step in enumerate(described["pipeline"], start=1):
+        fields = ", ".join(f"{name}={_plain(value)}" for name, value in step["fields"].items())
+        source = f" of {step['source']}" if step["source"] else ""
+        result = f" -> {step['result']}" if step["result"] else ""
+        _print(f"  {position}. {step['op']}({fields}){source}{result}")
+    _print("\ncases:")
+    for name, values in loaded.cases.items():
+        _print(f"  {name}: {', '.join(f'{key}={value}' for key, value in values.items())}")
+
+
+@app.command("run")
+def run_command(
+    problem: ProblemArgument,
+    device: DeviceOption = None,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            metavar="C", help="Named case for what is not set; sample if no tensor is given either."
+        ),
+    ] = None,
+    settings: SetOption = None,
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option("--tensor", metavar="NAME=FILE.npy", help="A tensor; random if left out. Repeatable."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="FILE.npy", help="Where to write the result.")
+    ] = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    seed: SeedOption = "0",
+    repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls after the first one.")] = "1",
+    verify: Annotated[bool, typer.Option(help="Compare the result with the reference.")] = True,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run a problem once and say how it went."""
+    from dispatcher.arguments import bind_arguments, parse_assignments, sort_arguments
+    from dispatcher.explanation import device_dict, operator_dict, skipped_list
+    from dispatcher.inputs import random_tensors
+    from dispatcher.loader import load_problem
+    from dispatcher.selection import parse_request
+    from dispatcher.verification import Comparison, poisoned
+    from dispatcher.verifying import call_on, checksums, compare_run, comparison_dict
+
+    # Everything that can be wrong with the input is found out before a device is opened or data is made.
+    loaded = load_problem(problem)
+    seed_number, repeats = _whole("--seed", seed, 0, MAX_SEED), _whole("--repeat", repeat, 1)
+    _check_choices(dtype, precision)
+    target = None if output is None else _output_path(output)
+    parse_request(device)
+    arguments = parse_assignments(loaded, settings or [], "--set")
+    files = _read_tensors(loaded, tensor or [])
+    if case is None and not files:
+        case = _default_case(loaded)
+    operator = bind_arguments(
+        loaded,
+        sort_arguments(loaded, {**arguments, **files}),
+        case=case,
+        dtype=dtype,
+        precision=precision,
+    )
+
+    start = time.perf_counter()
+    if set(files) >= set(operator.tensor_shapes):
+        tensors: dict[str, Any] = files
+    else:
+        tensors = {**random_tensors(operator, seed_number), **files}
+    tensors = {name: _in_memory(array, operator) for name, array in tensors.items()}
+    inputs_s = time.perf_counter() - start
+
+    start = time.perf_counter()
+    with _progress("compiling"):
+        call = call_on(operator, tensors, device)
+    compile_s = time.perf_counter() - start
+
+    before = checksums(tensors) if verify else {}
+    times: list[float] = []
+    with _progress(f"running on {call.choice.device.id}", repeats + 1) as advance:
+        for number in range(repeats + 1):
+            result = poisoned(operator.output_shape, operator.dtype)
+            start = time.perf_counter()
+            call(output=result)
+            times.append(time.perf_counter() - start)
+            advance((number + 1) / (repeats + 1))
+    first_s, warm_s = times[0], times[1:]
+    if target is not None:
+        _write_array(target, result)
+
+    comparison: Comparison | None = None
+    if verify:
+        with _progress("verifying") as advance:
+            comparison = compare_run(operator, tensors, before, result, advance)
+    median_s = max(statistics.median(warm_s), 1e-9)
+    report: dict[str, Any] = {
+        **operator_dict(operator),
+        "case": case,
+        "seed": seed_number,
+        "device": device_dict(call.choice.device),
+        "skipped": skipped_list(call.choice.skipped),
+        "inputs_s": inputs_s,
+        "compile_s": compile_s,
+        "first_s": first_s,
+        "warm_s": warm_s,
+        "warm_median_s": median_s,
+        "gflops": operator.flops / median_s / 1e9,
+        "verified": None if comparison is None else comparison.passed,
+        "comparison": comparison_dict(comparison),
+        "output": None if target is None else str(target),
+    }
+    if as_json:
+        _print_json("run", report)
+    else:
+        _print_run(report, operator, call.choice.device, comparison)
+    if comparison is not None and not comparison.passed:
+        _complain(f"wrong result on {call.choice.device.id}: {comparison.reason}")
+        raise typer.Exit(1)
+
+
+@app.command("explain")
+def explain_command(
+    problem: ProblemArgument,
+    device: DeviceOption = None,
+    case: CaseOption = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what a call would do, and where, without running it."""
+    from dispatcher.arguments import parse_assignments
+    from dispatcher.explanation import explain
+    from dispatcher.loader import load_problem
+
+    loaded = load_problem(problem)
+    _check_choices(dtype, precision)
+    with _progress("compiling"):
+        explanation = explain(
+            loaded,
+            device=device,
+            case=case or _default_case(loaded),
+            dtype=dtype,
+            precision=precision,
+            **parse_assignments(loaded, settings or [], "--set"),
+        )
+    report = explanation.as_dict()
+    if as_json:
+        _print_json("explain", {**report, "case": case or _default_case(loaded)})
+        return
+    operator = explanation.operator
+    _print_head(operator, explanation.device, explanation.skipped)
+    _print(f"work      {_count(operator.flops)}FLOP, {_count(operator.ideal_bytes)}B at least to move")
+    for plan in explanation.convolutions:
+        _print(f"\nconvolution {plan.input_shape} * {plan.weight_shape} -> {plan.output_shape}")
+        _print(
+            _table(
+                ("AXIS", "INPUT", "KERNEL", "STRIDE", "PADDING", "OUTPUT PADDING", "DILATION", "OUTPUT"),
+                [
+                    (
+                        axis.name,
+                        *map(str, (axis.input, axis.kernel, axis.stride, axis.padding)),
+                        *map(str, (axis.output_padding, axis.dilation, axis.output)),
+                    )
+                    for axis in plan.axes
+                ],
+            )
+        )
+        _print(f"\nas matrix products, one for each phase{' and group' if plan.groups > 1 else ''}:")
+        _print(
+            _table(
+                ("PHASES", "TAPS D H W", "GEMM M", "GEMM N", "GEMM K"),
+                [
+                    (
+                        str(group.phases),
+                        " ".join(map(str, group.taps)),
+                        *map(str, (group.gemm_m, group.gemm_n, group.gemm_k)),
+                    )
+                    for group in plan.phase_groups
+                ],
+            )
+        )
+    _print("\nlaunches:")
+    _print(
+        _table(
+            ("LAUNCH", "STEPS", "ALGORITHM", "DETAIL", "NOTE"),
+            [
+                (
+                    launch.name,
+                    ", ".join(launch.steps),
+                    launch.algorithm,
+                    ", ".join(f"{key}={value}" for key, value in launch.detail.items()),
+                    launch.note,
+                )
+                for launch in explanation.launches
+            ],
+        )
+        if explanation.launches
+        else "  none: the batch is empty"
+    )
+
+
+@app.command("verify")
+def verify_command(
+    problem: ProblemsArgument = None,
+    device: DeviceOrAllOption = "all",
+    case: CaseOption = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    seed: SeedOption = "0",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare devices with the reference, element by element."""
+    from dispatcher.verifying import Verification, verify
+
+    seed_number = _whole("--seed", seed, 0, MAX_SEED)
+    results: list[Verification] = []
+    chosen = _load_all(problem, settings, case, dtype, precision)
+    with _progress("verifying") as advance:
+        for number, (loaded, its_case, arguments) in enumerate(chosen):
+            results += verify(
+                loaded,
+                device=device,
+                case=its_case,
+                dtype=dtype,
+                precision=precision,
+                seed=seed_number,
+                progress=partial(_report_part, advance, number, len(chosen)),
+                **arguments,
+            )
+    failed = [result for result in results if result.outcome == "failed"]
+    broken = [result for result in results if result.outcome == "error"]
+    refused = [result for result in results if result.outcome == "unsupported" and device != "all"]
+    if as_json:
+        _print_json("verify", {"passed": not failed, "results": [result.as_dict() for result in results]})
+    else:
+        _print(
+            _table(
+                ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "ERROR/BOUND", "MAX ERROR", "NORMWISE"),
+                [
+                    (
+                        result.problem,
+                        result.case or "",
+                        result.device.id,
+                        result.outcome,
+                        *_figures(result.comparison),
+                    )
+                    for result in results
+                ],
+            )
+        )
+    for result in (*failed, *broken, *refused):
+        _complain(f"{result.problem} on {result.device.id}: {result.reason}")
+    code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if refused else 0
+    raise typer.Exit(code)
+
+
+@app.command("bench")
+def bench_command(
+    problem: ProblemsArgument = None,
+    device: DeviceOrAllOption = None,
+    case: CaseOption = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    seed: SeedOption = "0",
+    repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls.")] = "10",
+    warmup: Annotated[str, typer.Option(metavar="N", help="Calls before them.")] = "2",
+    verify: Annotated[bool, typer.Option(help="Check the result before timing.")] = True,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Time problems on devices, and check the results first."""
+    from dispatcher.benchmarking import Benchmark, benchmark
+    from dispatcher.selection import devices, first_usable, parse_request
+
+    seed_number, repeats = _whole("--seed", seed, 0, MAX_SEED), _whole("--repeat", repeat, 1)
+    warmups = _whole("--warmup", warmup, 0)
+    chosen = _load_all(problem, settings, case, dtype, precision)
+    if device == "all":
+        places: list[str | None] = [found.id for found in devices() if found.available]
+    else:
+        first_usable(parse_request(device))
+        places = [device]
+    results: list[tuple[str | None, Benchmark]] = []
+    failures: list[tuple[str, str, DispatcherError]] = []
+    jobs = [(*entry, place) for entry in chosen for place in places]
+    with _progress("timing") as advance:
+        for number, (loaded, its_case, arguments, place) in enumerate(jobs):
+            try:
+                timed = benchmark(
+                    loaded,
+                    device=place,
+                    case=its_case,
+                    dtype=dtype,
+                    precision=precision,
+                    seed=seed_number,
+                    repeats=repeats,
+                    warmup=warmups,
+                    check=verify,
+                    **arguments,
+                )
+                results.append((its_case, timed))
+            except InputError:
+                raise
+            except DispatcherError as failure:
+                failures.append((loaded.name, place or "auto", failure))
+            advance((number + 1) / len(jobs))
+    if as_json:
+        _print_json(
+            "bench",
+            {
+                "results": [{**result.as_dict(), "case": its_case} for its_case, result in results],
+                "failures": [
+                    {"problem": name, "device": where, "reason": _one_line(error)}
+                    for name, where, error in failures
+                ],
+            },
+        )
+    elif results:
+        _print(
+            _table(
+                ("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "MIN", "GFLOP/S"),
+                [
+                    (
+                        result.operator.problem.name,
+                        result.device.id,
+                        "no" if result.comparison is None else "yes",
+                        _seconds(result.median_s),
+                        " to ".join(map(_seconds, result.quartiles_s)),
+                        _seconds(min(result.times_s)),
+                        f"{result.gflops:.3g}",
+                    )
+                    for _, result in results
+                ],
+            )
+        )
+    for name, where, error in failures:
+        _complain(f"{name} on {where}: {_one_line(error)}")
+    # Among all devices, one that cannot run a problem is no failure.
+    codes = [
+        error.exit_code for *_, error in failures if device != "all" or not isinstance(error, DeviceError)
+    ]
+    if codes:
+        raise typer.Exit(min(codes))
+
+
+# ---- input -------------------------------------------------------------------------------------------------
+def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
+    """The whole number that an option gives.
+
+    Raises:
+        InputError: it is not one, or out of range.
+    """
+    bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+    try:
+        number = int(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        raise InputError(f"{option} is {text!r}; expected a whole number {bounds}")
+    return number
+
+
+def _check_choices(dtype: str | None, precision: str) -> None:
+    """See to it that --dtype and --precision have values that exist.
+
+    Raises:
+        InputError: one has not.
+    """
+    from dispatcher.operator import DTYPES, PRECISIONS
+
+    for option, value, allowed in (("--dtype", dtype, DTYPES), ("--precision", precision, PRECISIONS)):
+        if value is not None and value not in allowed:
+            raise InputError(f"{option} is {value!r}; expected one of {', '.join(allowed)}")
+
+
+def _default_case(problem: Problem) -> str | None:
+    """``sample``, where the problem has it."""
+    return "sample" if "sample" in problem.cases else None
+
+
+def _load_all(
+    names: Sequence[str] | None,
+    settings: Sequence[str] | None,
+    case: str | None,
+    dtype: str | None,
+    precision: str,
+) -> list[tuple[Problem, str | None, dict[str, Any]]]:
+    """The problems named, or all, each with its case and --set arguments, checked as far as possible."""
+    from dispatcher.arguments import bind_arguments, parse_assignments, sort_arguments
+    from dispatcher.loader import load_problem, problem_names
+
+    _check_choices(dtype, precision)
+    result = []
+    for problem in [load_problem(name) for name in names or problem_names()]:
+        arguments = parse_assignments(problem, settings or [], "--set")
+        chosen = case or _default_case(problem)
+        bind_arguments(
+            problem,
+            sort_arguments(problem, arguments),
+            case=chosen,
+            dtype=dtype,
+            precision=precision,
+        )
+        result.append((problem, chosen, arguments))
+    return result
+
+
+def _read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.ndarray]:
+    """The arrays of ``NAME=FILE.npy`` texts, mapped into memory rather than read.
+
+    Raises:
+        InputError: a text is not understood, a name is not a tensor, or a file is not a .npy file.
+    """
+    import numpy as np
+
+    names = [tensor.name for tensor in problem.tensors]
+    result: dict[str, np.ndarray] = {}
+    for assignment in assignments:
+        name, equals, path = assignment.partition("=")
+        if not equals or not path:
+            raise InputError(f"--tensor {assignment!r} is not understood; expected NAME=FILE.npy")
+        if name not in names:
+            raise InputError(
+                f"--tensor {name}: {problem.name} has no such tensor; expected one of {', '.join(names)}"
+            )
+        if name in result:
+            raise InputError(f"--tensor {name} is given twice; give it once")
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise InputError(
+                f"--tensor {name}: {path!r} cannot be read as a .npy file: {_one_line(error)}"
+            ) from error
+        if not isinstance(array, np.ndarray):
+            raise InputError(
+                f"--tensor {name}: {path!r} holds several arrays (.npz); expected a .npy file with one"
+            )
+        result[name] = array
+    return result
+
+
+def _in_memory(array: np.ndarray, operator: Operator) -> np.ndarray:
+    """``array`` in the operator's dtype and in C order, so that a timed call converts nothing."""
+    import numpy as np
+
+    return np.ascontiguousarray(array, dtype=operator.dtype)
+
+
+# ---- output ------------------------------------------------------------------------------------------------
+def _output_path(text: str) -> Path:
+    """The file that a result will be written to.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    path = Path(os.path.realpath(text))
+    if not path.parent.is_dir():
+        raise InputError(f"--output {text!r}: the folder {str(path.parent)!r} does not exist; make it first")
+    if path.exists() and not path.is_file():
+        raise InputError(f"--output {text!r} is not a regular file; name a new one or one to replace")
+    if not text or not os.access(path.parent, os.W_OK):
+        raise InputError(f"--output {text!r}: the folder {str(path.parent)!r} cannot be written to")
+    return path
+
+
+def _write_array(path: Path, array: np.ndarray) -> None:
+    """Write a .npy file that is there complete or not at all.
+
+    Raises:
+        InputError: it cannot be written; a file that was there before is left as it was.
+    """
+    import numpy as np
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "xb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f"--output {str(path)!r} cannot be written: {_one_line(error)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _print(text: str) -> None:
+    """Write a line to stdout.
+
+    Raises:
+        InputError: it cannot be written, for instance because a disk is full.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise _ClosedPipeError from None
+    except OSError as error:
+        raise InputError(f"stdout cannot be written: {_one_line(error)}") from error
+
+
+def _print_json(command: str, report: Mapping[str, Any]) -> None:
+    _print(
+        json.dumps(_json_ready({"schema": SCHEMA, "command": command, **report}), indent=2, allow_nan=False)
+    )
+
+
+def _json_ready(value: Any) -> Any:
+    """``value`` with numbers that JSON does not have as texts: ``"nan"``, ``"inf"``, ``"-inf"``."""
+    match value:
+        case Mapping():
+            return {str(key): _json_ready(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_json_ready(part) for part in value]
+        case float() if not math.isfinite(value):
+            return str(float(value))
+        case str() | bool() | int() | float() | None:
+            return value
+        case _:  # a NumPy number among a backend's facts, for instance
+            return _json_ready(value.item()) if hasattr(value, "item") else str(value)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text: folded to the terminal's width, or as wide as it is where stdout is not a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = sys.stdout.isatty()
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    rendered = io.StringIO()
+    width = shutil.get_terminal_size().columns if terminal else 10_000
+    Console(file=rendered, force_terminal=terminal, width=width).print(table)
+    return "\n".join(line.rstrip() for line in rendered.getvalue().splitlines())
+
+
+def _print_head(operator: Operator, device: Device, skipped: Sequence[tuple[str, str]]) -> None:
+    _print(f"problem   {operator.problem.name} ({operator.dtype}, {operator.precision})")
+    _print(f"device    {device.id} ({device.name})")
+    for label, reason in skipped:
+        _print(f"skipped   {label}: {reason}")
+    shapes = ", ".join(f"{name} {shape}" for name, shape in operator.tensor_shapes.items())
+    _print(f"shapes    {shapes} -> {operator.problem.output.name} {operator.output_shape}")
+
+
+def _print_run(report: Mapping[str, Any], operator: Operator, device: Device, comparison: Any) -> None:
+    _print_head(operator, device, [(entry["device"], entry["reason"]) for entry in report["skipped"]])
+    _print(f"inputs    seed {report['seed']}, made or read in {_seconds(report['inputs_s'])}")
+    calls = len(report["warm_s"])
+    _print(
+        f"time      compile {_seconds(report['compile_s'])}, first call {_seconds(report['first_s'])}, "
+        f"then {_seconds(report['warm_median_s'])} (median of {calls})"
+    )
+    _print(f"speed     {report['gflops']:.4g} GFLOP/s")
+    if comparison is None:
+        _print("verified  no: left out")
+    else:
+        over, largest, normwise = _figures(comparison)
+        _print(
+            f"verified  {'yes' if comparison.passed else 'NO'}: error at most {over} of its bound, "
+            f"{largest} absolute, {normwise} normwise"
+        )
+    if report["output"] is not None:
+        _print(f"output    {report['output']}")
+
+
+def _figures(comparison: Any) -> tuple[str, str, str]:
+    """Error over bound, largest error, normwise error."""
+    if comparison is None:
+        return ("", "", "")
+    return (
+        f"{comparison.max_error_over_bound:.3g}",
+        f"{comparison.max_abs_error:.3g}",
+        f"{comparison.normwise:.3g}",
+    )
+
+
+def _problem_dict(problem: Problem) -> dict[str, Any]:
+    return {
+        "name": problem.name,
+        "title": problem.title,
+        "origin": problem.origin,
+        "path": None if problem.path is None else str(problem.path),
+        "tolerance": problem.tolerance,
+        "parameters": [
+            {
+                "name": parameter.name,
+                "type": parameter.type,
+                "input": parameter.type != "tensor" or parameter.const,
+                "shape": None if parameter.shape is None else [_extent(extent) for extent in parameter.shape],
+                "default": parameter.default,
+            }
+            for parameter in problem.parameters
+        ],
+        "pipeline": [
+            {
+                "op": step.op,
+                "source": step.source,
+                "result": step.result,
+                "fields": {name: _field(name, value) for name, value in step.fields.items()},
+            }
+            for step in problem.pipeline
+        ],
+        "cases": {name: dict(values) for name, values in problem.cases.items()},
+    }
+
+
+def _extent(value: Any) -> int | str:
+    """An integer expression: a number where it is one, else its text."""
+    text = str(value)
+    return int(text) if text.isdecimal() else text
+
+
+def _field(name: str, value: Any) -> Any:
+    """A step's field for people and JSON: expressions as texts, axes by name."""
+    from dispatcher.steps import AXES
+
+    if name == "axis" and isinstance(value, tuple):
+        whole = next((axis for axis, numbers in AXES.items() if numbers == value), None)
+        return whole or [axis for axis, numbers in AXES.items() if len(numbers) == 1 and numbers[0] in value]
+    if isinstance(value, tuple):
+        return [_field(name, part) for part in value]
+    return value if isinstance(value, int | float | str) else _extent(value)
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return str(value[0]) if len(set(value)) == 1 else f"({', '.join(map(str, value))})"
+
+
+def _seconds(value: float) -> str:
+    for limit, unit, factor in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+
+
+def _count(value: float) -> str:
+    """A number with a decimal prefix, to be followed by its unit: ``58.1 G``."""
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {prefix}"
+    return f"{value:g} "
+
+
+# ---- stderr ------------------------------------------------------------------------------------------------
+@contextmanager
+def _progress(what: str, steps: int = 2) -> Iterator[Callable[[float], None]]:
+    """A progress bar on stderr for what takes a while; gives a function that takes the fraction done.
+
+    Nothing is drawn where stderr is not a terminal or there is only one step.
+    """
+    if steps < 2 or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # No thread that redraws: it would disturb what is being timed.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(what, total=1.0)
+        bar.refresh()
+        yield lambda done: bar.update(task, completed=done, refresh=True)
+
+
+def _report_part(
+    advance: Callable[[float], None], number: int, count: int, problem: str, device: str, done: float
+) -> None:
+    """Turn the progress of one check out of ``count`` into the progress of all."""
+    advance((number + done) / count)
+
+
+def _complain(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _one_line(error: BaseException) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    first = str(message).strip().splitlines()[:1]
+    print(f"warning: {first[0] if first else type(message).__name__}", file=sys.stderr)
+
+
+# ---- the program -------------------------------------------------------------------------------------------
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: what follows the program's name; taken from ``sys.argv`` when left out.
+
+    Returns:
+        The exit code.
+    """
+    _Debug.on = False
+    command = typer.main.get_command(app)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            code = command.main(
+                None if arguments is None else list(arguments), prog_name="dispatcher", standalone_mode=False
+            )
+        except DispatcherError as error:
+            return _report(error, _one_line(error), error.exit_code)
+        except _ClosedPipeError:
+            # The interpreter flushes stdout once more when it ends; let it do that into nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return CLOSED_PIPE
+        except (KeyboardInterrupt, typer.Abort):
+            _complain("interrupted")
+            return INTERRUPTED
+        except MemoryError as error:
+            return _report(
+                error, f"the host has not enough memory: {_one_line(error)}", KernelError.exit_code
+            )
+        except Exception as error:
+            format_message = getattr(error, "format_message", None)  # typer's own errors about usage have it
+            if format_message is not None:
+                return _report(
+                    error, " ".join(format_message().split()) + _help_hint(error), InputError.exit_code
+                )
+            text = f"unexpected {type(error).__name__}: {_one_line(error)}"
+            hint = "" if _Debug.on else " (run again with --debug for the traceback)"
+            return _report(error, text + hint, KernelError.exit_code)
+    return code if isinstance(code, int) else 0
+
+
+def _help_hint(error: Exception) -> str:
+    path = getattr(getattr(error, "ctx", None), "command_path", "dispatcher")
+    return f" (see {path} --help)"
+
+
+def _report(error: Exception, message: str, code: int) -> int:
+    if _Debug.on:
+        traceback.print_exception(error)
+        log = getattr(error, "log", "")
+        if log:
+            print(log, file=sys.stderr)
+    _complain(message)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DtypeError, InputError
+from dispatcher.errors import DtypeError, GeometryError, InputError
 from dispatcher.expressions import MAX_VALUE
 from dispatcher.operator import DTYPES, Operator, bind
 from dispatcher.problem import Parameter, Problem
@@ -146,8 +146,8 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> InputError:
     known = [parameter.name for parameter in problem.parameters] + list(triples)
     close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return InputError(f"{problem.name} has no parameter {name!r}; {hint}expected one of {', '.join(known)}")
+    wanted = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+    return InputError(f"{problem.name} has no parameter {name!r}; {wanted}")
 
 
 def size_value(name: str, value: Any) -> int:
@@ -279,7 +279,14 @@ def bind_arguments(
         if value is None:
             raise _incomplete(problem, [parameter.name])
         scalars[parameter.name] = float(value)
-    return bind(problem, sizes, scalars, dtype=chosen, precision=precision)
+    operator = bind(problem, sizes, scalars, dtype=chosen, precision=precision)
+    for name, shape in {**operator.tensor_shapes, problem.output.name: operator.output_shape}.items():
+        size = math.prod(shape) * np.dtype(chosen).itemsize
+        if size > MAX_VALUE:
+            raise GeometryError(
+                f"tensor {name} of shape {shape} has {size} bytes; no memory holds 2**63 of them"
+            )
+    return operator
 
 
 def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:

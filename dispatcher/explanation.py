@@ -17,6 +17,8 @@ from dispatcher.operator import Operator
 from dispatcher.selection import Choice
 from dispatcher.steps import ConvTranspose3d
 
+MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
+
 
 @dataclass(frozen=True)
 class PhaseGroup:
@@ -48,7 +50,8 @@ class ConvolutionPlan:
         axes: depth, height, width.
         groups: independent groups of channels.
         flops: floating-point operations.
-        phase_groups: its phases; empty ones are left out.
+        phase_groups: its phases; empty ones are left out, and all of them when a stride is above
+            :data:`MAX_STRIDE`.
     """
 
     input_shape: tuple[int, ...]
@@ -143,9 +146,10 @@ def explain_choice(operator: Operator, choice: Choice) -> Explanation:
 
 def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
     geometry = step.geometry
+    listed = all(axis.stride <= MAX_STRIDE for axis in geometry.axes)
     # Phases of an axis that have the same number of outputs and taps, and how many there are of each kind.
     kinds = [
-        Counter((phase.count, len(phase.taps)) for phase in axis.phases if phase.count)
+        Counter((phase.count, len(phase.taps)) for phase in axis.phases if phase.count) if listed else {}
         for axis in geometry.axes
     ]
     groups: Counter[tuple[tuple[int, int, int], int]] = Counter()

@@ -47,7 +47,7 @@ class Device:
 
 @dataclass
 class Timings:
-    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on the device's clock."""
+    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on its clock."""
 
     upload_s: float = 0.0
     kernel_s: float = 0.0
@@ -79,8 +79,9 @@ class Executable(Protocol):
         """Run once and wait for the result.
 
         Args:
-            tensors: every input tensor by parameter name, C-contiguous NumPy arrays of the operator's dtype
-                and shapes (a backend that sets ``device_arrays`` also gets arrays that live on its device).
+            tensors: every input tensor by parameter name, read-only C-contiguous NumPy arrays of the
+                operator's dtype and shapes; a tensor that was bound at compile time is the same object in
+                every call (a backend that sets ``device_arrays`` also gets arrays that live on its device).
                 They are not modified and not kept.
             output: where to put the result (C-contiguous, right shape and dtype), or None for a new array.
             timings: filled in when given.

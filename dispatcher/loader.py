@@ -133,6 +133,13 @@ _WORDS: dict[str, bool | float | None] = {
     for spelling in (word, word.title(), word.upper())
 }
 
+#: What PyYAML says it was reading when something was not closed: the fault is shown where that began.
+_OPENED = (
+    "while parsing a flow sequence",
+    "while parsing a flow mapping",
+    "while scanning a quoted scalar",
+)
+
 
 @dataclass
 class _Node:
@@ -208,8 +215,7 @@ class _YamlReader:
 
     def syntax_error(self, error: yaml.MarkedYAMLError, keys: KeyPath) -> ProblemFileError:
         mark, opened = error.problem_mark, error.context_mark
-        bracket = error.context in ("while parsing a flow sequence", "while parsing a flow mapping")
-        place = opened if bracket or mark is None else mark  # a bracket: where it was opened
+        place = opened if error.context in _OPENED or mark is None else mark
         lines = self.text.rstrip().splitlines() or [""]
         line = min(place.line if place is not None else 0, len(lines) - 1)
         if error.problem and "'\\t'" in error.problem:

@@ -34,8 +34,8 @@ PRECISIONS = ("fp32", "tf32")
 class Operator:
     """A problem with every number known. Backends compile this and nothing else.
 
-    Value ``0`` is the tensor that the first step reads, value ``i + 1`` the result of ``steps[i]``. Some steps
-    may read other input tensors; those appear as operands.
+    Value ``0`` is the tensor that the first step reads, value ``i + 1`` the result of ``steps[i]``. Some
+    steps may read other input tensors; those appear as operands.
 
     Attributes:
         problem: what is computed.
@@ -128,7 +128,8 @@ def bind(
     source = problem.pipeline[0].source or problem.tensors[0].name
     if len(shapes[source]) != 5:
         raise InputError(
-            f"tensor {source} has shape {shapes[source]}; the pipeline's input must have five axes (N, C, D, H, W)"
+            f"tensor {source} has shape {shapes[source]}; the pipeline's input must have five axes "
+            "(N, C, D, H, W)"
         )
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):

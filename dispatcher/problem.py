@@ -41,9 +41,9 @@ class StepSpec:
         source: name of the value it reads: None for the previous step's result (for the first step: the
             problem's first tensor), else a tensor parameter's name or an earlier step's ``result``.
         result: the name it gives to its value, or None.
-        fields: key to value: ``triple`` a tuple of three Expressions, ``size`` an Expression, ``scalar`` a float
-            or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name, ``axes`` a
-            tuple of axis numbers. Only the keys that the file gives.
+        fields: key to value: ``triple`` a tuple of three Expressions, ``size`` an Expression, ``scalar`` a
+            float or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name, ``axes``
+            a tuple of axis numbers. Only the keys that the file gives.
     """
 
     op: str

@@ -112,12 +112,6 @@ def backend_devices(name: str) -> tuple[Device, ...]:
         return _probed[key]
 
 
-def forget_devices() -> None:
-    """Probe every backend anew when it is next asked for."""
-    with _lock:
-        _probed.clear()
-
-
 def _probe(name: str) -> tuple[Device, ...]:
     try:
         backend = registry.backend(name)

@@ -1,9 +1,9 @@
 """The pipeline vocabulary: what each step of a problem file means, once, for every backend.
 
-Every value in a pipeline has five axes: batch, channel, depth, height, width (``N C D H W``); a reduction keeps
-its axis with extent 1. A problem file names a step of :data:`VOCABULARY`; binding it to sizes gives one of the
-frozen classes below, which backends realise by class and, for :class:`Pointwise`, :class:`Pool` and
-:class:`Reduce`, by ``function``. A new activation is one entry here and one entry in each backend's table.
+Every value in a pipeline has five axes: batch, channel, depth, height, width (``N C D H W``); a reduction
+keeps its axis with extent 1. A problem file names a step of :data:`VOCABULARY`; binding it to sizes gives one
+of the frozen classes below, which backends realise by class and, for :class:`Pointwise`, :class:`Pool` and
+:class:`Reduce`, by ``function``. A new activation is one entry here and one in each backend's table.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ class Pointwise(Step):
 
 @dataclass(frozen=True)
 class Normalize(Step):
-    """``(in - mean) / sqrt(variance + eps)`` over ``axes`` (biased variance), then times ``weight`` plus ``bias``.
+    """``(in - mean) / sqrt(variance + eps)`` over ``axes``, then times ``weight`` plus ``bias``.
+
+    The variance is the biased one.
 
     With ``groups > 1`` the channel axis is split in that many equal parts, each normalised alone.
     """
@@ -232,7 +234,8 @@ def _build_conv(binding: Binding) -> Step:
     if weight.shape[0] != in_channels:
         raise binding.fail(
             f"weight {weight.name} has shape {weight.shape}; its first extent must be the input's "
-            f"{in_channels} channels (the layout is in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)"
+            f"{in_channels} channels "
+            "(the layout is in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)"
         )
     axes = [
         AxisGeometry(
@@ -295,7 +298,8 @@ def _pool(function: Literal["max", "avg"]) -> Builder:
                 raise binding.fail(f"window on axis {name} is {size}; it must be 1 or more")
             if size > extent:
                 raise binding.fail(
-                    f"window on axis {name} is {size}, larger than its input ({extent}); the output would be empty"
+                    f"window on axis {name} is {size}, larger than its input ({extent}); "
+                    "the output would be empty"
                 )
         pooled = [extent // size for size, extent in zip(window, extents, strict=True)]
         return Pool(**binding.base((*binding.input_shape[:2], *pooled)), function=function, window=window)

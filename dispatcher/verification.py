@@ -1,20 +1,23 @@
 """Checking a result against the reference, with an error bound for every element.
 
 The reference walks through the pipeline in float64. Beside each value goes a bound on the error that a
-correct implementation in the operator's arithmetic may make there (a running error analysis: Higham, "Accuracy and
-Stability of Numerical Algorithms", 2nd edition, section 3.3). A sum of ``n`` terms is granted ``4*sqrt(n)``
-units of roundoff instead of the worst case ``n``, and errors of different terms are taken to be independent.
-Rounding errors behave like that (Higham and Mary, "A new approach to probabilistic rounding error analysis",
-SIAM Journal on Scientific Computing 41, 2019), and the worst case would let wrong results pass.
+correct implementation in the operator's arithmetic may make there: a running error analysis (Higham,
+"Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3). A sum of ``n`` terms is granted
+``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of different terms are taken to be
+independent. Rounding errors behave like that (Higham and Mary, "A new approach to probabilistic rounding
+error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case would let wrong results
+pass.
 
 The bounds scale with the data, so a check needs no tolerance of its own: a softmax whose values are near 1e-5
-is checked as sharply as one whose values are near 1. Numbers below the smallest normal one may be flushed to zero.
+is checked as sharply as one whose values are near 1. Numbers below the smallest normal one may be flushed to
+zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +104,12 @@ class _Tally:
         if _worse(largest, self.max_abs_error):
             self.max_abs_error = largest
         worst = np.unravel_index(int(ratio.argmax()), ratio.shape)
-        if self.worst_index is None or _worse(float(ratio[worst]), self.max_ratio):
-            self.max_ratio = float(ratio[worst])
-            self.worst_index = (int(worst[0]) + offset, *(int(place) for place in worst[1:]))
+        index = (int(worst[0]) + offset, *(int(place) for place in worst[1:]))
+        here, before = float(ratio[worst]), self.max_ratio
+        # Of equals the first counts, in whatever order the parts come.
+        tie = self.worst_index is not None and not _worse(before, here) and index < self.worst_index
+        if self.worst_index is None or _worse(here, before) or tie:
+            self.max_ratio, self.worst_index = here, index
             self.worst_value, self.worst_reference = float(value[worst]), float(reference[worst])
             self.worst_bound = float(bound[worst])
 
@@ -246,12 +252,12 @@ def _magnitude(array: Array) -> float:
 class _Rules:
     """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
 
-    def __init__(self, arithmetic: Arithmetic, progress: Progress) -> None:
+    def __init__(self, arithmetic: Arithmetic, advance: Progress) -> None:
         from backends.numpy_ref import steps as reference
 
         self.reference = reference
         self.arithmetic = arithmetic
-        self.progress = progress
+        self.advance = advance
         self.table: dict[type[Step], Callable[..., Array]] = {
             ConvTranspose3d: self.convolution,
             Pointwise: self.pointwise,
@@ -263,8 +269,8 @@ class _Rules:
 
     def load(self, array: Array) -> Bounded:
         """An input tensor is exact, but its subnormal numbers may be flushed to zero."""
-        magnitude = np.abs(array)
-        return Bounded(array, np.where(magnitude < self.arithmetic.tiny, magnitude, 0.0))
+        error = np.where(np.abs(array) < self.arithmetic.tiny, np.abs(array), 0.0)
+        return Bounded(array, error if error.any() else np.broadcast_to(0.0, array.shape))
 
     def compute(self, step: Step, x: Bounded, operands: Sequence[Bounded | float]) -> Bounded:
         """One step of the pipeline with its error."""
@@ -274,7 +280,7 @@ class _Rules:
             else Bounded(np.float64(operand), np.float64(abs(operand) * self.arithmetic.roundoff))
             for operand in operands
         ]
-        y = self.reference.apply(step, x.value, [operand.value for operand in bounded], self.progress)
+        y = self.reference.apply(step, x.value, [operand.value for operand in bounded], self.advance)
         error = self.table[type(step)](step, x, y, *bounded)
         # An infinite or undefined value has no error: it is met exactly or not at all.
         return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
@@ -286,7 +292,7 @@ class _Rules:
         own = self.arithmetic.sum_of(step.geometry.longest_sum + len(bias)) + self.arithmetic.product
         # Both are convolutions with the magnitudes of the weights, so one will do.
         error = own * self.magnitudes(
-            step, np.abs(x.value) + x.error / own, np.abs(weight.value), self.progress
+            step, np.abs(x.value) + x.error / own, np.abs(weight.value), self.advance
         )
         if weight.error.any():
             error += self.magnitudes(step, np.abs(x.value), weight.error)
@@ -295,12 +301,12 @@ class _Rules:
         return error
 
     def magnitudes(
-        self, step: ConvTranspose3d, x: Array, weight: Array, progress: Progress | None = None
+        self, step: ConvTranspose3d, x: Array, weight: Array, advance: Progress | None = None
     ) -> Array:
         """The convolution of two arrays without negative numbers, accurate to a few digits."""
         dtype, scale_x, scale_w = self.arithmetic.magnitudes, _magnitude(x), _magnitude(weight)
         scaled = self.reference.conv_transpose3d(
-            step, (x / scale_x).astype(dtype), (weight / scale_w).astype(dtype), progress=progress
+            step, (x / scale_x).astype(dtype), (weight / scale_w).astype(dtype), advance=advance
         )
         result: Array = scaled.astype(np.float64)
         result *= scale_x
@@ -316,16 +322,15 @@ class _Rules:
                 return error + x.error + other.error
             case "scale", (other,):
                 return error + np.abs(other.value) * x.error + (np.abs(x.value) + x.error) * other.error
+            case "gelu", ():  # its slope is 1.13 at most, and 1 + erf(x) cancels where x is negative
+                return error + 1.13 * x.error + 4.0 * unit * np.minimum(np.abs(x.value), 6.0)
         values = [argument.value for argument in arguments]
         function = self.reference.POINTWISE[step.function]
         error += np.maximum(
             np.abs(function(x.value + x.error, *values) - y), np.abs(function(x.value - x.error, *values) - y)
         )
-        match step.function:
-            case "gelu":  # 1 + erf(x) cancels where x is negative
-                error += 4.0 * unit * np.minimum(np.abs(x.value), 6.0)
-            case "softplus":  # so does log(1 + exp(x)), without log1p
-                error += 2.0 * unit
+        if step.function == "softplus":  # log(1 + exp(x)) cancels, without log1p
+            error += 2.0 * unit
         return error
 
     def normalize(self, step: Normalize, x: Bounded, y: Array, *affine: Bounded) -> Array:
@@ -376,7 +381,7 @@ class _Rules:
         return np.minimum(error, 1.0)
 
     def pool(self, step: Pool, x: Bounded, y: Array) -> Array:
-        """Of a maximum, the largest error in its window; of a mean, its terms' errors and its own rounding."""
+        """Of a maximum, the largest error in its window; of a mean, its terms' errors and the rounding."""
         windows = self.reference.windows
         if step.function == "max":
             return windows(step, x.error, np.maximum)
@@ -404,27 +409,37 @@ class _Rules:
             return error
         rounding = self.arithmetic.sum_of(count) + 2.0 * unit
         error = _together(x.error, step.axes)
-        error = error + rounding * np.abs(x.value).sum(axis=step.axes, keepdims=True)
-        return error / count if step.function == "mean" else error
+        error += rounding * np.abs(x.value).sum(axis=step.axes, keepdims=True)
+        if step.function == "mean":
+            error /= count
+        return error
 
 
-def _bounded_parts(
-    operator: Operator, tensors: Tensors, progress: Progress | None
-) -> Iterator[tuple[slice, Bounded]]:
-    """Parts of the result, as slices of its batch axis, with the bound that includes the final rounding."""
-    from backends.numpy_ref import Meter, chunks, walk
+def _each_part(
+    operator: Operator,
+    tensors: Tensors,
+    progress: Progress | None,
+    take: Callable[[slice, Array, Array], None],
+) -> None:
+    """Call ``take`` with parts of the result: slice of its batch axis, reference, and bound on all errors.
 
-    parts = chunks(operator)
-    meter = Meter(progress, 2 * len(parts) * len(operator.convolutions))
+    Calls may come from several threads.
+    """
+    from backends.numpy_ref import Meter, chunks, for_each_chunk, output_chunk, walk
+
+    meter = Meter(progress, 2 * len(chunks(operator)) * len(operator.convolutions))
     rules = _Rules(arithmetic_of(operator), meter)
-    rounding = np.finfo(operator.dtype)
-    for chunk in parts:
-        with np.errstate(all="ignore"):
-            exact = walk(operator, tensors, chunk, rules.load, rules.compute)
-            error = exact.error + np.abs(exact.value) * float(rounding.eps) / 2
-            error += float(rounding.smallest_subnormal)
-            error *= operator.problem.tolerance
-        yield chunk if len(parts) > 1 else slice(0, operator.output_shape[0]), Bounded(exact.value, error)
+    final = np.finfo(operator.dtype)
+
+    def work(chunk: slice) -> None:
+        exact = walk(operator, tensors, chunk, rules.load, rules.compute)
+        reference, bound = np.ascontiguousarray(exact.value), np.ascontiguousarray(exact.error)
+        bound += np.abs(reference) * float(final.eps / 2)  # the result is rounded to the operator's dtype
+        bound += float(final.smallest_subnormal)
+        bound *= operator.problem.tolerance
+        take(output_chunk(operator, chunk), reference, bound)
+
+    for_each_chunk(operator, work)
     if progress is not None:
         progress(1.0)
 
@@ -444,8 +459,11 @@ def bounded_reference(
     """
     reference = np.empty(operator.output_shape)
     bound = np.empty(operator.output_shape)
-    for chunk, part in _bounded_parts(operator, tensors, progress):
-        reference[chunk], bound[chunk] = part.value, part.error
+
+    def take(part: slice, values: Array, bounds: Array) -> None:
+        reference[part], bound[part] = values, bounds
+
+    _each_part(operator, tensors, progress, take)
     return reference, bound
 
 
@@ -464,6 +482,11 @@ def verify_result(
     if misfit:
         return _refused(misfit)
     tally = _Tally()
-    for chunk, part in _bounded_parts(operator, tensors, progress):
-        tally.add(result[chunk], part.value, part.error, chunk.start)
+    lock = threading.Lock()
+
+    def take(part: slice, values: Array, bounds: Array) -> None:
+        with lock:
+            tally.add(result[part], values, bounds, part.start)
+
+    _each_part(operator, tensors, progress, take)
     return tally.finish()

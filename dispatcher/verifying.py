@@ -228,7 +228,7 @@ def compare_run(
     """Compare a result with the reference, and the inputs with their :func:`checksums` before the run."""
     changed = [name for name, checksum in checksums(tensors).items() if checksum != before[name]]
     if changed:
-        reason = f"the run changed its input {' and '.join(changed)}"
+        reason = f"the run changed the input tensor {' and '.join(changed)}"
         return Comparison(False, float("nan"), float("nan"), float("nan"), reason=reason)
     return verify_result(operator, tensors, result, progress)
 

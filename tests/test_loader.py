@@ -27,6 +27,7 @@ from dispatcher.loader import (
     problem_names,
     read_yaml,
 )
+from dispatcher.steps import VOCABULARY
 
 VALID = """\
 name: tiny
@@ -271,6 +272,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("a:\n  b: [1,\n", 2, ("a.b", "b: [1,", "flow node")),
         ("a: {b: 1\n", 1, ("flow mapping",)),
         ("a: 'b\n", 1, ("a: 'b",)),
+        ('a: 1\nb: "c\nd: 1\n', 2, ("b: ", "quoted scalar")),
         ("a: b: c\n", 1, ("mapping values",)),
         ("a: 1\n b: 2\n", 2, ("b: 2",)),
         ("a: @b\n", 1, ("a: @b",)),
@@ -816,6 +818,49 @@ def test_valid_mappings_with_one_part_changed_only_raise_our_errors(data: st.Dat
         node = parent
     key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
     node[key] = data.draw(GARBAGE)
+    only_refuses(mapping)
+
+
+FIELD_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "triple": st.one_of(
+        st.integers(0, 3), st.sampled_from(["w", "c - 2", "w / 2", ["n", "c", 1], [1, 2, 3]])
+    ),
+    "size": st.sampled_from([0, 1, 2, 3, "c", "c - 2"]),
+    "operand": st.sampled_from(["factor", "bias", "x", "first", 0, -1.5]),
+    "tensor": st.sampled_from(["bias", "x", "weight", "small"]),
+    "scalar": st.sampled_from(["factor", 0, 1e-5, -1, float("inf")]),
+    "axes": st.sampled_from(["batch", "channel", "spatial", "width", ["batch", "depth"]]),
+}
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> dict[str, Any]:
+    op = draw(st.sampled_from(sorted(VOCABULARY)))
+    step: dict[str, Any] = {"op": op}
+    for field in VOCABULARY[op].fields:
+        if field.required or draw(st.booleans()):
+            step[field.name] = draw(FIELD_VALUES[field.kind])
+    if draw(st.integers(0, 3)) == 0:
+        step["from"] = draw(st.sampled_from(["first", "x"]))
+    return step
+
+
+@settings(max_examples=300)
+@given(st.lists(steps(), min_size=1, max_size=4), st.integers(0, 2))
+def test_pipelines_of_any_steps_are_legal_or_refused(pipeline: list[dict[str, Any]], batch: int) -> None:
+    mapping = valid()
+    mapping["parameters"] += [
+        {"name": "weight", "type": "tensor", "const": True, "shape": ["c", "w - 3", 1, 2, "n + 1"]},
+        {"name": "small", "type": "tensor", "const": True, "shape": ["w - c"]},
+    ]
+    mapping["cases"]["sample"]["n"] = batch
+    use_all = [{"op": "add", "value": name} for name in ("bias", "weight", "small", "factor")]
+    mapping["pipeline"] = [
+        {"op": "relu", "as": "first"},
+        *pipeline,
+        *use_all,
+        {"op": "add", "value": "first"},
+    ]
     only_refuses(mapping)
 
 

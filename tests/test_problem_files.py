@@ -285,7 +285,7 @@ def test_the_odd_case_tells_the_axes_apart(name: str) -> None:
     assert len({case[f"stride_{axis}"] for axis in "dhw"}) == 3
 
 
-# ---- the guide -----------------------------------------------------------------------------------------------
+# ---- the guide ---------------------------------------------------------------------------------------------
 def guide_block(language: str, after: str = "") -> str:
     """The first code block of a language behind a text."""
     text = GUIDE.read_text(encoding="utf-8")

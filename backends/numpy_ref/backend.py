@@ -7,8 +7,11 @@ some step mixes batch items is worked on as a whole.
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,20 +34,35 @@ from dispatcher.steps import (
 
 #: A chunk of the batch holds one item, or as many as keep its largest value below this many elements.
 CHUNK_ELEMENTS = 1 << 22
+#: Threads are started while their chunks together have fewer elements than this: a limit on memory.
+BUSY_ELEMENTS = 1 << 25
 
 T = TypeVar("T")
 
 
+def mixes_batch(operator: Operator) -> bool:
+    """Does some step combine elements of different batch items?"""
+    return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps)
+
+
+def largest_item(operator: Operator) -> int:
+    """Elements that one batch item has in the largest value of the pipeline."""
+    shapes = [operator.steps[0].input_shape, *(step.shape for step in operator.steps)]
+    return max(math.prod(shape[1:]) for shape in shapes)
+
+
 def chunks(operator: Operator) -> list[slice]:
     """The parts of the batch that are worked on one after another."""
-    first = operator.steps[0].input_shape
-    batch = first[0]
-    mixes = any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps)
-    if mixes:
+    batch = operator.steps[0].input_shape[0]
+    if mixes_batch(operator):
         return [slice(0, batch)]
-    largest = max(math.prod(shape[1:]) for shape in (first, *(step.shape for step in operator.steps)))
-    items = max(1, CHUNK_ELEMENTS // largest)
+    items = max(1, CHUNK_ELEMENTS // largest_item(operator))
     return [slice(start, min(start + items, batch)) for start in range(0, batch, items)]
+
+
+def output_chunk(operator: Operator, chunk: slice) -> slice:
+    """The part of the result that ``chunk`` of the input's batch makes; all of it where items are mixed."""
+    return slice(0, operator.output_shape[0]) if mixes_batch(operator) else chunk
 
 
 def walk(
@@ -64,7 +82,7 @@ def walk(
         compute: makes the value of a step out of the step, its source and its operands.
 
     Returns:
-        The last step's value.
+        The last step's value; its elements may lie in memory in any order.
     """
     batch = operator.steps[0].input_shape[0]
     last_read = {step.source: index for index, step in enumerate(operator.steps)}
@@ -94,19 +112,48 @@ def walk(
     return values[len(operator.steps)]
 
 
+def for_each_chunk(operator: Operator, work: Callable[[slice], None]) -> None:
+    """Call ``work`` for each of :func:`chunks`, in several threads where that helps and memory allows."""
+    parts = chunks(operator)
+
+    def quiet(chunk: slice) -> None:
+        with np.errstate(all="ignore"):
+            work(chunk)
+
+    largest = largest_item(operator) * max((part.stop - part.start for part in parts), default=0)
+    threads = min(len(parts), os.cpu_count() or 1, BUSY_ELEMENTS // max(1, largest))
+    if threads < 2:
+        for part in parts:
+            quiet(part)
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for _ in pool.map(quiet, parts):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 class Meter:
-    """Turns the progress of one convolution after another into the progress of the whole run."""
+    """Adds up the progress of all convolutions of a run; threads may share it.
+
+    Args:
+        report: told the fraction of the whole that is done, never by two threads at once; or None.
+        convolutions: how many there are in the whole run.
+    """
 
     def __init__(self, report: Progress | None, convolutions: int) -> None:
         self._report = report
         self._convolutions = convolutions
-        self._finished = 0
+        self._done = 0.0
+        self._lock = threading.Lock()
 
     def __call__(self, fraction: float) -> None:
-        """Take the fraction done of the convolution that is running."""
-        if self._report is not None:
-            self._report((self._finished + fraction) / self._convolutions)
-        self._finished += fraction == 1.0
+        """Take the further fraction of one convolution that is done."""
+        with self._lock:
+            self._done += fraction
+            if self._report is not None:
+                self._report(min(1.0, self._done / self._convolutions))
 
 
 def run_steps(
@@ -120,15 +167,14 @@ def run_steps(
         result: ``operator.output_shape``, of any float dtype; overwritten.
         progress: told the fraction done, from time to time.
     """
-    parts = chunks(operator)
-    meter = Meter(progress, len(parts) * len(operator.convolutions))
-    with np.errstate(all="ignore"):
-        for chunk in parts:
-            value: Array = walk(
-                operator, tensors, chunk, lambda array: array, partial(apply, progress=meter)
-            )
-            # A pipeline that mixes batch items has one chunk, whose result may have lost the batch axis.
-            result[chunk if len(parts) > 1 else slice(None)] = value
+    meter = Meter(progress, len(chunks(operator)) * len(operator.convolutions))
+
+    def work(chunk: slice) -> None:
+        result[output_chunk(operator, chunk)] = walk(
+            operator, tensors, chunk, lambda array: array, partial(apply, advance=meter)
+        )
+
+    for_each_chunk(operator, work)
     if progress is not None:
         progress(1.0)
 
@@ -202,7 +248,8 @@ class NumpyBackend:
         Args:
             operator: what to compute.
             device: the device that :meth:`probe` gave.
-            options: ``progress``, a function that is told the fraction done from time to time, or nothing.
+            options: ``progress``, a function that is told the fraction done from time to time, perhaps by
+                another thread than the caller's; or nothing.
 
         Raises:
             InputError: another option is given.

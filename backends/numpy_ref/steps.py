@@ -21,24 +21,26 @@ from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce
 Array = NDArray[np.float64]
 Progress = Callable[[float], None]
 
-#: Elements of one partial product of the convolution: small enough to stay in a processor's cache.
-PRODUCT_ELEMENTS = 1 << 18
+#: Elements of one partial product of the convolution.
+BLOCK_ELEMENTS = 1 << 17
 
 
 # ---- convolution -------------------------------------------------------------------------------------------
-def reached(axis: AxisGeometry, tap: int) -> tuple[slice, slice]:
-    """The input positions of one axis that ``tap`` sends to a legal output, and those outputs.
+def reached(axis: AxisGeometry, tap: int, start: int, stop: int) -> tuple[slice, slice]:
+    """Those inputs ``start <= i < stop`` of one axis that ``tap`` sends to an output, and these outputs.
 
     Input ``i`` meets tap ``k`` at output ``o = i*stride - padding + k*dilation``; outputs below zero or
     beyond the output extent do not exist.
     """
     shift = tap * axis.dilation - axis.padding
-    first = max(0, -(shift // axis.stride))  # smallest i with i*stride + shift >= 0
-    stop = min(axis.input, (axis.output - 1 - shift) // axis.stride + 1)
-    if stop <= first:
+    first = max(start, -(shift // axis.stride))  # the smallest i with i*stride + shift >= 0
+    last = min(stop - 1, axis.input - 1, (axis.output - 1 - shift) // axis.stride)
+    if last < first:
         return slice(0, 0), slice(0, 0)
-    last_output = (stop - 1) * axis.stride + shift
-    return slice(first, stop), slice(first * axis.stride + shift, last_output + 1, axis.stride)
+    return (
+        slice(first, last + 1),
+        slice(first * axis.stride + shift, last * axis.stride + shift + 1, axis.stride),
+    )
 
 
 def conv_transpose3d(
@@ -47,7 +49,7 @@ def conv_transpose3d(
     weight: NDArray[Any],
     bias: NDArray[Any] | None = None,
     *,
-    progress: Progress | None = None,
+    advance: Progress | None = None,
 ) -> NDArray[Any]:
     """Transposed convolution by its definition: ``y[o] += weight[:, :, k]^T x[i]``, ``o = i*S - P + k*L``.
 
@@ -56,44 +58,37 @@ def conv_transpose3d(
         x: ``(N, IC, ID, IH, IW)``.
         weight: ``(IC, OC/groups, KD, KH, KW)``, of the dtype of ``x``.
         bias: ``(1, OC, 1, 1, 1)`` or None.
-        progress: told the fraction done, from time to time.
+        advance: told, from time to time, which further fraction is done.
 
     Returns:
         ``(N, OC, OD, OH, OW)`` of the dtype of ``x``, in which all sums are taken.
     """
     geometry = step.geometry
     depth, height, width = geometry.axes
-    batch, groups = x.shape[0], geometry.groups
-    in_group, out_group = geometry.in_channels // groups, geometry.out_channels // groups
-    y = np.zeros((batch, *geometry.output_shape[1:]), x.dtype)
-    planes = np.ascontiguousarray(x).reshape(batch, groups, in_group, depth.input, height.input * width.input)
-    taps = np.ascontiguousarray(weight.reshape(groups, in_group, out_group, -1).transpose(3, 0, 2, 1))
-    positions = list(product(range(depth.kernel), range(height.kernel), range(width.kernel)))
+    in_group = geometry.in_channels // geometry.groups
+    out_group = geometry.out_channels // geometry.groups
+    # Channels last, so that each product of a row of voxels with one tap's weights is a small matrix product.
+    voxels = np.ascontiguousarray(np.moveaxis(x, 1, -1))
+    y = np.zeros((x.shape[0], *geometry.output_shape[2:], geometry.out_channels), x.dtype)
+    taps = np.ascontiguousarray(np.moveaxis(weight, (0, 1), (-2, -1)))  # (KD, KH, KW, IC, OC/groups)
 
+    # One block after another, so that the outputs it adds to stay in the processor's cache.
     plane = out_group * height.input * width.input
-    slices = max(1, min(depth.input, PRODUCT_ELEMENTS // plane))  # input planes of one partial product
-    items = max(1, PRODUCT_ELEMENTS // (plane * depth.input)) if slices == depth.input else 1
-    blocks = list(product(range(0, batch, items), range(groups), range(0, depth.input, slices)))
-    for done, (item, group, start) in enumerate(blocks):
-        count = min(slices, depth.input - start)
-        voxels = planes[item : item + items, group, :, start : start + count]
-        voxels = voxels.reshape(*voxels.shape[:2], -1)
-        target = y[item : item + items, group * out_group : (group + 1) * out_group]
-        for tap, (kd, kh, kw) in enumerate(positions):
-            from_d, to_d = reached(depth, kd)
-            from_h, to_h = reached(height, kh)
-            from_w, to_w = reached(width, kw)
-            # Of the depths that this tap reaches, those of this block.
-            first, stop = max(from_d.start, start), min(from_d.stop, start + count)
-            if first >= stop or from_h.start >= from_h.stop or from_w.start >= from_w.stop:
-                continue
-            first_d = to_d.start + (first - from_d.start) * depth.stride
-            to_d = slice(first_d, first_d + (stop - 1 - first) * depth.stride + 1, depth.stride)
-            products = np.matmul(taps[tap, group], voxels)
-            products = products.reshape(*products.shape[:2], count, height.input, width.input)
-            target[:, :, to_d, to_h, to_w] += products[:, :, first - start : stop - start, from_h, from_w]
-        if progress is not None:
-            progress((done + 1) / len(blocks))
+    planes = max(1, min(depth.input, BLOCK_ELEMENTS // plane))
+    items = max(1, BLOCK_ELEMENTS // (plane * depth.input))
+    blocks = list(product(range(0, x.shape[0], items), range(geometry.groups), range(0, depth.input, planes)))
+    for item, group, start in blocks:
+        block = voxels[item : item + items, ..., group * in_group : (group + 1) * in_group]
+        target = y[item : item + items, ..., group * out_group : (group + 1) * out_group]
+        for kd, kh, kw in np.ndindex(depth.kernel, height.kernel, width.kernel):
+            from_d, to_d = reached(depth, kd, start, start + planes)
+            from_h, to_h = reached(height, kh, 0, height.input)
+            from_w, to_w = reached(width, kw, 0, width.input)
+            weights = taps[kd, kh, kw, group * in_group : (group + 1) * in_group]
+            target[:, to_d, to_h, to_w] += block[:, from_d, from_h, from_w] @ weights
+        if advance is not None:
+            advance(1.0 / len(blocks))
+    y = np.moveaxis(y, -1, 1)
     return y if bias is None else y + bias
 
 
@@ -129,7 +124,7 @@ _TAIL = (
     5.9995102329838115e-18,
     1.2072852119610399e-17,
 )
-_BLOCK = 1 << 14  # elements worked on at once, so that all temporary arrays stay in cache
+_BLOCK = 1 << 13  # elements worked on at once, so that all temporary arrays stay in the cache
 
 
 def _tail(x: Array) -> Array:
@@ -158,13 +153,18 @@ def normal_cdf(x: Array) -> Array:
 
     NumPy has no error function, and the formula as it stands cancels for negative ``x``.
     """
-    flat = np.ascontiguousarray(x).reshape(-1)
-    result = np.empty_like(flat)
-    for start in range(0, flat.size, _BLOCK):
-        block = flat[start : start + _BLOCK]
-        tail = _tail(np.abs(block))
-        result[start : start + _BLOCK] = np.where(block > 0, 1.0 - tail, tail)
-    return result.reshape(x.shape)
+    blocks = np.nditer(
+        [x, None],
+        ["external_loop", "buffered", "zerosize_ok"],
+        [["readonly"], ["writeonly", "allocate"]],
+        buffersize=_BLOCK,
+    )
+    with blocks:
+        for block, result in blocks:
+            tail = _tail(np.abs(block))
+            result[...] = np.where(block > 0, 1.0 - tail, tail)
+        whole: Array = blocks.operands[1]
+    return whole
 
 
 def gelu(x: Array) -> Array:
@@ -298,15 +298,15 @@ TABLE: dict[type[Step], Callable[..., Array]] = {
 }
 
 
-def apply(step: Step, x: Array, operands: Sequence[Any], progress: Progress | None = None) -> Array:
+def apply(step: Step, x: Array, operands: Sequence[Any], advance: Progress | None = None) -> Array:
     """Compute one step.
 
     Args:
         step: what to compute.
         x: the value it reads, ``(N, C, D, H, W)``; ``N`` may be a part of the batch.
         operands: the values of ``step.operands``, in that order.
-        progress: told the fraction done, from time to time, by steps that take long.
+        advance: told, from time to time, which further fraction of a convolution is done.
     """
     if isinstance(step, ConvTranspose3d):
-        return conv_transpose3d(step, x, *operands, progress=progress)
+        return conv_transpose3d(step, x, *operands, advance=advance)
     return TABLE[type(step)](step, x, *operands)

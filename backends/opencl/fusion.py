@@ -74,7 +74,11 @@ class LineFusion:
             case Pointwise():
                 return _pointwise_reason(step)
             case Normalize(axes=axes, groups=groups):
-                return None if axes == CHANNEL and groups == 1 else "normalises over more than one voxel's channels"
+                return (
+                    None
+                    if axes == CHANNEL and groups == 1
+                    else "normalises over more than one voxel's channels"
+                )
             case Softmax(axes=axes):
                 return None if axes == CHANNEL else "softmax needs sums beyond one voxel's channels"
             case Reduce(axes=axes, function=function):
@@ -115,7 +119,12 @@ def riders(operator: Operator, first: int, limit: int) -> int:
     A step rides when it reads nothing but its predecessor's result, nobody else reads that result, and its
     operands are scalars or per-channel tensors.
     """
-    read = {operand.value for step in operator.steps for operand in step.operands if isinstance(operand, ValueOperand)}
+    read = {
+        operand.value
+        for step in operator.steps
+        for operand in step.operands
+        if isinstance(operand, ValueOperand)
+    }
     last = first
     while last < limit:
         following = operator.steps[last + 1]

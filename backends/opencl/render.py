@@ -34,7 +34,8 @@ def kernel_source(name: str) -> str:
 def defines(values: Mapping[str, object]) -> str:
     """One ``#define`` line for each name; booleans become 0 and 1."""
     return "".join(
-        f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in values.items()
+        f"#define {name} {int(value) if isinstance(value, bool) else value}\n"
+        for name, value in values.items()
     )
 
 
@@ -49,8 +50,18 @@ def table(name: str, values: Sequence[int] | Sequence[Sequence[int]]) -> str:
 
 
 def section(file: str, prefix: str = "") -> str:
-    """A kernel file behind its defines, so that compiler messages point into the file."""
-    return f'{prefix}#line 1 "{file}"\n{kernel_source(file)}\n'
+    """A kernel file behind its defines; ``#include`` lines are replaced by the files they name.
+
+    ``#line`` directives make compiler messages point into the files.
+    """
+    lines = []
+    for number, line in enumerate(kernel_source(file).splitlines(), start=1):
+        if line.startswith("#include"):
+            included = line.split('"')[1]
+            lines += [section(included), f'#line {number + 1} "{file}"']
+        else:
+            lines.append(line)
+    return f'{prefix}#line 1 "{file}"\n' + "\n".join(lines) + "\n"
 
 
 class OperandLayout:
@@ -84,7 +95,7 @@ class OperandLayout:
 
 
 def tail(layout: OperandLayout, steps: Sequence[Step]) -> str:
-    """Statements that apply a chain of pointwise steps (and a convolution's bias) to ``x`` at channel ``c``."""
+    """Statements that apply a convolution's bias and a chain of pointwise steps to ``x`` at channel ``c``."""
     statements = []
     for step in steps:
         if isinstance(step, ConvTranspose3d):

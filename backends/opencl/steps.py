@@ -1,4 +1,4 @@
-"""Lowering of single steps, each a launch of its own, and of the gather convolution: source text and launch size."""
+"""Lowering of single steps, each a launch of its own, and of the gather convolution."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backends.opencl.render import POINTWISE, OperandLayout, defines, fusable_operand, section, tail, tail_macro
+from backends.opencl.render import (
+    POINTWISE,
+    OperandLayout,
+    defines,
+    fusable_operand,
+    section,
+    tail,
+    tail_macro,
+)
 from dispatcher.steps import (
     ConvTranspose3d,
     Normalize,
@@ -92,7 +100,9 @@ def _pointwise(step: Pointwise, riders: Sequence[Pointwise], real: str, vec: int
     parameters = "".join(f", global const REAL *restrict a{i}" for i in range(len(buffers)))
     text = (
         _preamble(real, vec)
-        + defines({"CHANNELS": channels, "DEPTH": depth, "HEIGHT": height, "WIDTH": width, "BUFFERS": parameters})
+        + defines(
+            {"CHANNELS": channels, "DEPTH": depth, "HEIGHT": height, "WIDTH": width, "BUFFERS": parameters}
+        )
         + tail_macro("FIRST", first)
         + tail_macro("TAIL", tail(layout, riders))
         + section("step_pointwise.cl")
@@ -122,7 +132,9 @@ def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepS
     return StepSource("pool_step", text, layout, (), math.prod(step.shape[:4]))
 
 
-def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
+def _reduction(
+    step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int
+) -> StepSource:
     layout = OperandLayout()
     groups = step.groups if isinstance(step, Normalize) else 1
     n, c, d, h, w = step.input_shape
@@ -152,7 +164,9 @@ def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], 
         each_in_run = "for (int w = 0; w < WIDTH; w += VEC)"
     else:
         each_in_run = f"for (int {run_axis} = 0; {run_axis} < {extents[inner[-1]]}; {run_axis}++)"
-    offset = " + ".join([f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"])
+    offset = " + ".join(
+        [f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"]
+    )
     group = index(1, "outer") if not reduced[1] else "g"
     channel = "k" if reduced[2] else index(2, "outer")
     values = {

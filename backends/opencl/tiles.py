@@ -1,8 +1,8 @@
 """Tile parameters of the CPU convolution: their meaning, their constraints, and how they are chosen.
 
-A *line* is what vectors run along: the positions of BOX_H rows one behind another. In *row* form each row starts on
-a vector of its own; in *flat* form rows follow each other with only the halo's gap between them, which wastes
-fewer lanes when a row is not a multiple of the vector.
+A *line* is what vectors run along: the positions of several rows one behind another. In *row* form each row
+starts on a vector of its own; in *flat* form rows follow each other with only the halo's gap between them, which
+wastes fewer lanes when a row is not a multiple of the vector.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Tile:
         box_d: positions along depth that a work item owns.
         box_h: positions along height that a work item owns.
         flat: rows of a line follow each other without alignment.
+        winograd: the core computes pairs of rows along depth and height (F(2, n)); boxes are even then.
     """
 
     vec: int
@@ -47,6 +48,7 @@ class Tile:
     box_d: int
     box_h: int
     flat: bool
+    winograd: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ class LineLayout:
             result.append(-(-needed // axis.stride))
         return (result[0], result[1], result[2])
 
+    @property
+    def lines_h(self) -> int:
+        """Lines that the rows of a box along height are dealt out to: 1, or 2 for the rows of a Winograd tile."""
+        return 2 if self.tile.winograd else 1
+
+    @property
+    def line_rows(self) -> int:
+        """Rows that a line holds."""
+        return self.tile.box_h // self.lines_h
+
     @cached_property
     def depth(self) -> AxisTables:
         return axis_tables(self.geometry.depth, self.tile.box_d)
@@ -125,11 +137,19 @@ class LineLayout:
 
     @cached_property
     def channel(self) -> int:
-        """Distance between packed channels; an odd number of cache lines, so that channels spread over the sets."""
-        extent = len(self.height.rows) * self.pitch
-        if self.tile.flat and extent < 4 * self.tile.vec:
+        """Distance between packed channels: an odd number of cache lines, which spreads them over the sets."""
+        if self.tile.winograd:
+            extent = (self.line_rows - 1) * self.pitch + self.edge
+        else:
+            extent = len(self.height.rows) * self.pitch
+        if extent < 4 * self.tile.vec:
             return extent
         return (round_up(extent, 16) // 16 | 1) * 16
+
+    @property
+    def edge(self) -> int:
+        """A packed row in whole vectors (Winograd core)."""
+        return round_up(self.pitch, self.tile.vec)
 
     @cached_property
     def plane(self) -> int:
@@ -145,9 +165,9 @@ class LineLayout:
         """The register tiles of one line, wide ones first."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
-            spans = [(0, 0, (self.tile.box_h - 1) * self.pitch + self.positions[2])]
+            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.positions[2])]
         else:
-            spans = [(h * self.pitch, h * self.row, self.positions[2]) for h in range(self.tile.box_h)]
+            spans = [(h * self.pitch, h * self.row, self.positions[2]) for h in range(self.line_rows)]
         chunks = []
         for x, line, extent in spans:
             vectors, done = -(-extent // vec), 0
@@ -166,7 +186,7 @@ class LineLayout:
     def lanes_used(self) -> float:
         """Share of computed lanes that are results."""
         computed = sum(chunk.width for chunk in self.chunks) * self.tile.vec
-        return self.tile.box_h * self.positions[2] / computed
+        return self.line_rows * self.positions[2] / computed
 
     @property
     def line_channels(self) -> int:
@@ -180,14 +200,43 @@ class LineLayout:
 
     @cached_property
     def packed_size(self) -> int:
-        """Packed input of one box, with the zeros before it and the slack that vector loads may touch behind it."""
-        over_read = self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w
+        """The core's input lines of one box, the zeros before them, and slack that vector loads may touch."""
         low, high = self.geometry.width.offset_range
-        return round_up(self.lead + len(self.depth.rows) * self.plane + over_read + max(0, high) - min(0, low), 16)
+        over_read = (
+            self.line
+            + self.pitch
+            + sum(self.halo)
+            + self.tile.vec * self.tile.thread_w
+            + max(0, high)
+            - min(0, low)
+        )
+        if self.tile.winograd:
+            parts = max(len(phase.taps) + 1 for phase in self.geometry.height.phases)
+            lines = parts * self.plane
+        else:
+            lines = len(self.depth.rows) * self.plane
+        return round_up(self.lead + lines + over_read, 16)
+
+    @property
+    def edge_size(self) -> int:
+        """Rows of one channel on their way through the transform, and one row beside them."""
+        return round_up((len(self.height.rows) + 1) * self.edge, 16) if self.tile.winograd else 0
+
+    @property
+    def tiles_size(self) -> int:
+        """Register tiles between product and inverse transform."""
+        return 4 * self.tile.thread_c * self.tile.thread_w * self.tile.vec if self.tile.winograd else 0
 
     @cached_property
     def lines_size(self) -> int:
-        return round_up(self.tile.box_d * self.line_channels * self.geometry.width.stride * self.line, 16)
+        """Result lines of one (rd, rh)."""
+        lines = self.tile.box_d * self.lines_h * self.line_channels
+        return round_up(lines * self.geometry.width.stride * self.line, 16)
+
+    @property
+    def core_size(self) -> int:
+        """All scratch but the folded lines."""
+        return self.packed_size + self.edge_size + self.tiles_size + self.lines_size
 
     @property
     def fold_planes(self) -> int:
@@ -210,7 +259,9 @@ class LineLayout:
         """Window rows of a box along depth and height."""
         assert self.fold is not None
         g, t = self.geometry, self.tile
-        return t.box_d * g.depth.stride // self.fold.window[0], t.box_h * g.height.stride // self.fold.window[1]
+        return t.box_d * g.depth.stride // self.fold.window[0], t.box_h * g.height.stride // self.fold.window[
+            1
+        ]
 
     @property
     def fold_line(self) -> int:
@@ -252,29 +303,71 @@ def register_tile(channels: int, registers: int) -> tuple[int, int]:
     return min(options, key=cost)
 
 
-def choose_tile(geometry: ConvGeometry, fold: Fold | None, vec: int, registers: int, cache_bytes: int, itemsize: int) -> Tile:
-    """The default tile: the fewest wasted lanes and repacked rows that still fit the cache."""
+#: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
+TRANSFORM_COST = 1.5
+
+
+def work(layout: LineLayout) -> float:
+    """Vector operations per box that are not fused steps: products, and what packing and transforms add.
+
+    An estimate in units of one vector multiply-add, for comparing tiles and algorithms of one geometry.
+    """
+    g, tile = layout.geometry, layout.tile
+    vectors = sum(chunk.width for chunk in layout.chunks)
+    group_ic = g.in_channels // g.groups
+    channels = g.groups * round_up(g.out_channels // g.groups, tile.thread_c)
+    row_vectors = layout.edge / tile.vec
+    taps_w = sum(len(phase.taps) for phase in g.width.phases)
+    products: float
+    if not tile.winograd:
+        taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
+        products = tile.box_d * vectors * channels * group_ic * taps
+        packing = len(layout.depth.rows) * len(layout.height.rows) * g.in_channels * row_vectors
+        return products + 2 * TRANSFORM_COST * packing
+    products = transforms = 0.0
+    for d in g.depth.phases:
+        for h in g.height.phases:
+            parts_d, parts_h = len(d.taps) + 1, len(h.taps) + 1
+            products += parts_d * parts_h * taps_w * vectors * channels * group_ic
+            rows = 3 * len(layout.height.rows) + 3 * parts_h * layout.line_rows
+            inverse = channels * g.width.stride * vectors * (parts_h * 2 + 8)
+            transforms += parts_d * (g.in_channels * rows * row_vectors + inverse)
+    return tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
+
+
+def choose_tile(
+    geometry: ConvGeometry,
+    fold: Fold | None,
+    vec: int,
+    registers: int,
+    cache_bytes: int,
+    itemsize: int,
+    *,
+    winograd: bool = False,
+) -> tuple[Tile, float]:
+    """The default tile of one algorithm, and its estimated work per image.
+
+    It is the one with the least work whose scratch fits the cache; where none fits, the smallest box.
+    """
     thread_c, thread_w = register_tile(geometry.out_channels // geometry.groups, registers)
     window = fold.window if fold is not None else (1, 1, 1)
-    unit_d, unit_h = box_unit(geometry.depth, window[0]), box_unit(geometry.height, window[1])
+    pair = 2 if winograd else 1
+    unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
+    unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
     best: tuple[float, Tile] | None = None
     for repeat_d in (1, 2, 4):
         for repeat_h in (1, 2, 3, 4, 6, 8):
             for flat in (False, True):
-                tile = Tile(vec, thread_c, thread_w, unit_d * repeat_d, unit_h * repeat_h, flat)
+                tile = Tile(vec, thread_c, thread_w, unit_d * repeat_d, unit_h * repeat_h, flat, winograd)
                 layout = LineLayout(geometry, fold, tile)
-                size = (layout.packed_size + layout.lines_size + layout.pooled_size(geometry.out_channels)) * itemsize
-                first = repeat_d == repeat_h == 1 and not flat
-                if size > cache_bytes and not first:
+                size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
+                smallest = repeat_d == repeat_h == 1
+                if size > cache_bytes and not smallest:
                     continue
-                covered_d, covered_h = layout.boxes[0] * tile.box_d, layout.boxes[1] * tile.box_h
-                ragged = covered_d * covered_h / (layout.positions[0] * layout.positions[1])
-                # Packing costs about as much per input row as the products of a few output channels.
-                rows = len(layout.depth.rows) * len(layout.height.rows) / (tile.box_d * tile.box_h)
-                taps = geometry.kernel_volume * geometry.out_channels / geometry.groups
-                packing = 6 * rows / taps
-                cost = ragged * (1 / layout.lanes_used + packing) * (1 if size <= cache_bytes else 2)
-                if best is None or cost < best[0] * 0.995:
+                cost = layout.boxes[0] * layout.boxes[1] * work(layout)
+                if size > cache_bytes:
+                    cost *= 1.5
+                if best is None or cost < best[0] * 0.99:
                     best = (cost, tile)
     assert best is not None
-    return best[1]
+    return best[1], best[0]

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 SWITCH = "DISPATCHER_CUDA_SIM"
+DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # any of them speaks for a real GPU
 
 
 class NotRequestedError(RuntimeError):
@@ -57,7 +58,10 @@ class Activation:
     def child_environment(self) -> dict[str, str]:
         """Environment variables under which a child process finds the simulator as its CUDA driver."""
         folders = [str(self.library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-        return {SWITCH: "1", "DISPATCHER_NVCC": str(self.nvcc), "LD_LIBRARY_PATH": ":".join(folders)}
+        return {SWITCH: "1", **self._compiler_environment(), "LD_LIBRARY_PATH": ":".join(folders)}
+
+    def _compiler_environment(self) -> dict[str, str]:
+        return {"DISPATCHER_NVCC": str(self.nvcc), f"{SWITCH}_PYTHON": sys.executable}
 
 
 _active: Activation | None = None
@@ -70,7 +74,7 @@ def requested() -> bool:
 
 def _real_driver() -> str | None:
     """What speaks for a real driver on this machine, or None."""
-    for device in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"):
+    for device in DEVICE_FILES:
         if Path(device).exists():
             return f"{device} exists"
     stand_in = os.path.realpath(driver_library())
@@ -101,21 +105,11 @@ def activate() -> Activation:
         raise RealDriverError(
             f"the CUDA simulator does not load beside a real driver: {real}; unset {SWITCH}"
         )
-    if "pycuda._driver" in sys.modules and not _is_mapped(driver_library()):
-        raise RealDriverError(
-            "pycuda.driver was imported before the CUDA simulator was activated; activate it first"
-        )
     library = driver_library()
-    ctypes.CDLL(
-        str(library), mode=ctypes.RTLD_GLOBAL
-    )  # PyCUDA's libcuda.so.1 is then this one, by its SONAME
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # PyCUDA's libcuda.so.1 is then this one: same SONAME
     _active = Activation(library=library, nvcc=SOURCES / "nvcc")
-    os.environ["DISPATCHER_NVCC"] = str(_active.nvcc)
+    os.environ.update(_active._compiler_environment())
     return _active
-
-
-def _is_mapped(library: Path) -> bool:
-    return os.path.realpath(library) in Path("/proc/self/maps").read_text()
 
 
 @contextmanager
@@ -138,8 +132,8 @@ def emulate(
         devices: How many devices there are (0 to 8; 2 by default).
         arch: Compute capability, such as "8.0", or one per device, "8.0,9.0"; "8.9" by default.
         memory_mb: Memory of each device; 8192 by default.
-        alignment: Of allocations; 256 by default, as on a GPU. With 16, reads closer behind an allocation's end
-            are caught as well.
+        alignment: Of allocations; 256 by default, as on a GPU. With 16, reads closer behind an allocation's
+            end are caught as well.
         schedule: In which order threads and blocks run. "reverse" finds missing barriers that "forward"
             hides.
         async_copy: Whether cp.async copies at its wait ("late", the default) or at once ("eager").
@@ -147,9 +141,15 @@ def emulate(
         threads: How many OS threads run a launch's blocks; as many as there are CPUs by default.
     """
     wanted = {
-        "DEVICES": devices, "ARCH": arch, "MEMORY_MB": memory_mb, "ALIGNMENT": alignment, "SCHEDULE": schedule,
-        "ASYNC_COPY": async_copy, "MMA": mma, "THREADS": threads,
-    }  # fmt: skip
+        "DEVICES": devices,
+        "ARCH": arch,
+        "MEMORY_MB": memory_mb,
+        "ALIGNMENT": alignment,
+        "SCHEDULE": schedule,
+        "ASYNC_COPY": async_copy,
+        "MMA": mma,
+        "THREADS": threads,
+    }
     changes = {f"{SWITCH}_{name}": str(value) for name, value in wanted.items() if value is not None}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

@@ -67,11 +67,11 @@ def driver_library() -> Path:
     def fill(folder: Path) -> None:
         from tests.cudasim.toolkit import include_folder
 
-        run_compiler([
-            "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra",
-            f"-I{include_folder()}", *map(str, sources), "-Wl,-soname,libcuda.so.1", "-pthread", "-ldl",
-            "-o", str(folder / "libcuda.so.1"),
-        ])  # fmt: skip
+        options = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
+        link_options = ["-Wl,-soname,libcuda.so.1", "-pthread", "-ldl"]
+        library = str(folder / "libcuda.so.1")
+        files = [f"-I{include_folder()}", *map(str, sources), "-o", library]
+        run_compiler([*options, *files, *link_options])
         (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
     return cached_folder("driver", content_hash(inputs, compiler_version()), fill) / "libcuda.so.1"
@@ -84,12 +84,11 @@ def runtime_object(version: str) -> Path:
         version: What `compiler_version()` returned.
     """
     device = SOURCES / "device"
-    inputs = [device / "runtime.cpp", device / "runtime.h", device / "vector_types.h", SOURCES / "abi.h"]
+    inputs = [*device.glob("*.cpp"), *device.glob("*.h"), SOURCES / "abi.h"]
 
     def fill(folder: Path) -> None:
-        run_compiler([
-            "-std=c++17", "-O2", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra",
-            "-c", str(device / "runtime.cpp"), "-o", str(folder / "runtime.o"),
-        ])  # fmt: skip
+        options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
+        sources = map(str, sorted(device.glob("*.cpp")))
+        run_compiler([*options, "-r", "-nostdlib", *sources, "-o", str(folder / "runtime.o")])
 
     return cached_folder("runtime", content_hash(inputs, version), fill) / "runtime.o"

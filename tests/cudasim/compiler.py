@@ -1,7 +1,8 @@
 """The nvcc stand-in: compiles a .cu file to a host shared object that the stand-in driver loads as a "cubin".
 
-The source is preprocessed first, so macros and included files have been dealt with when the tokens that plain C++
-lacks (__global__, __shared__, extern __shared__) are rewritten. Line markers stay, so messages name the user's file.
+The source is preprocessed first, so macros and included files have been dealt with when the tokens that plain
+C++ lacks (__global__, __shared__, extern __shared__) are rewritten. Line markers stay, so messages name the
+user's file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.cudasim.build import BuildError, compiler_version, run_compiler, runtime_object
 from tests.cudasim.cache import SOURCES, cache_folder, cached_folder, content_hash
 
+ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 120)
 KEEP_UNUSED_S = 14 * 24 * 3600
 
 _ATTRIBUTES = r"(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)*"
@@ -28,12 +30,24 @@ _KERNEL = re.compile(
 _DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ATTRIBUTES}([\w:\s]*?\w)\s+(\w+)\s*\[\s*\]\s*;")
 _LINE_MARKER = re.compile(r'^# \d+ "[^\n]*$', re.MULTILINE)
 
-_OPTIMISATION = ("-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-                 "-fno-strict-aliasing")  # fmt: skip
-_CHECKS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=bounds,alignment")
+# Products and sums contract to fused multiply-adds, as with nvcc. NaN and Inf keep their meaning.
+_OPTIMISATION = [
+    "-O2",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+]
+_CHECKS = ["-fsanitize=bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
 # What makes two loaded copies of one module independent of each other, and lets module.ld sort its variables.
-_MODULE_LAYOUT = ("-fPIC", "-fno-semantic-interposition", "-fno-gnu-unique", "-fdata-sections", "-fno-common",
-                  "-fno-threadsafe-statics")  # fmt: skip
+_MODULE_LAYOUT = [
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-fno-gnu-unique",
+    "-fdata-sections",
+    "-fno-threadsafe-statics",
+]
 
 
 def rewrite(preprocessed: str) -> tuple[str, list[str]]:
@@ -61,13 +75,16 @@ def module_table(kernels: Sequence[str], architecture: str) -> str:
         architecture: As in sm_80 or sm_90a, without the sm_.
     """
     entries = "".join(f'cusim::entry<&{name}>("{name}"), ' for name in kernels)
-    number, specific = re.fullmatch(r"(\d+)([af]?)", architecture).groups()  # type: ignore[union-attr]
+    number = architecture.rstrip("af")
+    specific = "false" if number == architecture else "true"
     return f"""
 # 1 "module table"
-__attribute__((section("cusim_kernel_table"))) const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0}}}};
-extern "C" __attribute__((section("cusim_kernel_table"), visibility("default"))) const cusim_abi::Module cusim_module = {{
-    cusim_abi::VERSION, {number}, {"true" if specific else "false"}, cusim_kernels, {len(kernels)}, cusim_shared_begin,
-    cusim_shared_end, cusim_globals_begin, cusim_globals_end, cusim::describe_thread}};
+__attribute__((section("cusim_kernel_table")))
+const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0}}}};
+extern "C" __attribute__((section("cusim_kernel_table"), visibility("default")))
+const cusim_abi::Module cusim_module = {{
+    cusim_abi::VERSION, {number}, {specific}, cusim_kernels, {len(kernels)},
+    cusim_shared_begin, cusim_shared_end, cusim_globals_begin, cusim_globals_end, cusim::describe_thread}};
 """
 
 
@@ -91,10 +108,8 @@ def compile_file(
     device = SOURCES / "device"
     version = compiler_version()
     digits = re.sub(r"\D", "", architecture)
-    preprocessed = run_compiler([
-        f"-std={standard}", "-E", "-x", "c++", f"-D__CUDA_ARCH__={digits}0", "-include", str(device / "cusim.h"),
-        *options, str(source),
-    ])  # fmt: skip
+    preamble = [f"-D__CUDA_ARCH__={digits}0", "-include", str(device / "cusim.h")]
+    preprocessed = run_compiler([f"-std={standard}", "-E", "-x", "c++", *preamble, *options, str(source)])
     text, kernels = rewrite(preprocessed)
     text += module_table(kernels, architecture)
     runtime = runtime_object(version)
@@ -104,10 +119,8 @@ def compile_file(
         program, kernel = folder / "kernel.ii", folder / "kernel.o"
         program.write_text(text)
         run_compiler([*flags, "-w", "-c", str(program), "-o", str(kernel)])
-        run_compiler([
-            "-shared", "-Wl,-Bsymbolic", "-Wl,-T," + str(device / "module.ld"), str(kernel), str(runtime),
-            "-o", str(folder / "module.so"),
-        ])  # fmt: skip
+        link_options = ["-shared", "-Wl,-Bsymbolic", f"-Wl,-T,{device / 'module.ld'}"]
+        run_compiler([*link_options, str(kernel), str(runtime), "-o", str(folder / "module.so")])
         program.unlink()
         kernel.unlink()
 
@@ -152,9 +165,10 @@ def main(arguments: Sequence[str]) -> int:
         The exit status.
     """
     if "--version" in arguments or "-V" in arguments:
-        print(
-            "nvcc: the kernel-dispatcher CUDA simulator's compiler\nCuda compilation tools, release 13.0, V13.0.0"
-        )
+        print("nvcc: the stand-in of the CUDA simulator\nCuda compilation tools, release 13.0, V13.0.0")
+        return 0
+    if "--list-gpu-code" in arguments:
+        print("\n".join(f"sm_{capability}" for capability in ARCHITECTURES))
         return 0
     # argparse takes -DNAME as -D NAME, and -Xptxas -v only if they are one word.
     joined = re.sub(r"\0(-Xptxas|-Xcompiler)\0", r"\0\1=", "\0".join(["", *arguments])).split("\0")[1:]
@@ -171,3 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     given.output.write_bytes(module)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

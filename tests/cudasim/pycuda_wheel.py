@@ -3,17 +3,17 @@
     python -m tests.cudasim.pycuda_wheel              # prints the wheel's path, building it if need be
     python -m tests.cudasim.pycuda_wheel --install    # also installs it into this Python
 
-PyCUDA comes from PyPI as source only. It is linked against the stand-in libcuda.so.1 and works with the real one just
-as well: only the name is recorded. cuRAND is left out. The wheel is kept in the simulator's cache.
+PyCUDA comes from PyPI as source only. It is linked against the stand-in libcuda.so.1 and works with the real
+one just as well: only the name is recorded. cuRAND is left out. The wheel is kept in the simulator's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from tests.cudasim.toolkit import HEADERS, include_folder
 
 PYCUDA = "2026.1"
 
-# PyCUDA's setup.py reads these from siteconf.py. Its optimiser level hardly matters (kernels are compiled elsewhere),
-# and -O1 halves the build time.
+# PyCUDA's setup.py reads these from siteconf.py. The optimiser level of its own code hardly matters, and -O1
+# halves the build time.
 SETTINGS = """\
 CUDA_INC_DIR = [{include!r}]
 CUDADRV_LIB_DIR = [{library!r}]
@@ -54,8 +54,7 @@ def wheel() -> Path:
                 f"pycuda=={PYCUDA}",
             )
             (archive,) = Path(scratch).glob("*.tar.gz")
-            with tarfile.open(archive) as source:
-                source.extractall(scratch, filter="data")
+            shutil.unpack_archive(archive, scratch)
             (tree,) = (path for path in Path(scratch).iterdir() if path.is_dir())
             settings = SETTINGS.format(include=str(include_folder()), library=str(driver_library().parent))
             (tree / "siteconf.py").write_text(settings)

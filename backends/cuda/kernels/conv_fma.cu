@@ -192,7 +192,7 @@ __device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, CO
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams p) {
-  DYN_SHARED(COMPUTE, shared);
+  extern __shared__ __align__(16) COMPUTE shared[];
   COMPUTE *A = shared;
   COMPUTE *B = A + BLOCK_K * BLOCK_M;
   COMPUTE *results = B + BLOCK_K * BLOCK_N;

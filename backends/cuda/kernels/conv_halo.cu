@@ -37,8 +37,12 @@
 // OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
 
-constexpr int FOLD_NONE = 0, FOLD_MEAN = 1, FOLD_MAX = 2;
-constexpr int SOFTMAX_NONE = 0, SOFTMAX_SUM = 1, SOFTMAX_SCALE = 2;
+#define FOLD_NONE 0
+#define FOLD_MEAN 1
+#define FOLD_MAX 2
+#define SOFTMAX_NONE 0
+#define SOFTMAX_SUM 1
+#define SOFTMAX_SCALE 2
 
 constexpr int NT = BLOCK_N / 8;                                // column blocks of a warp
 constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;               // voxels of a block
@@ -398,7 +402,7 @@ __device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box
 // Maxima of POOL boxes of folded voxels; summed over channels where CHANNEL_SUM.
 __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Accumulators &acc, float *staging, int channels, int first_voxel,
                                              int g, int t) {
-  constexpr int PX = (TILE_X + POOL_X - 1) / POOL_X, PY = TILE_Y / POOL_Y, PZ = TILE_Z / POOL_Z, OUTPUTS = PX * PY * PZ;
+  constexpr int PX = TILE_X / POOL_X, PY = TILE_Y / POOL_Y, PZ = TILE_Z / POOL_Z, OUTPUTS = PX * PY * PZ;
   constexpr int EACH = (8 * OUTPUTS + THREADS - 1) / THREADS;
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
   float total[EACH];
@@ -502,7 +506,7 @@ __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box
 
 // --------------------------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams p) {
-  DYN_SHARED(float, shared);
+  extern __shared__ __align__(16) float shared[];
   float *x_tile = shared, *ring = x_tile + X_FLOATS, *staging = ring + STAGES * RING_FLOATS, *softmax = staging + 8 * STAGE_PITCH;
   int *program = reinterpret_cast<int *>(softmax + (SOFTMAX == SOFTMAX_NONE ? 0 : THREADS + BLOCK_N + WARPS * BLOCK_N));
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -572,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams
         for (int i = 0; i < 4; i++) {
           const int c = n * 8 + 2 * t + (i & 1);
           float &value = acc[m][n][i];
-          if (!is_finite(value)) value = exact_sum(p, box, pass, group, first_voxel + m * 16 + (i >> 1) * 8 + g, c);
+          if (!is_finite(value) && c < channels) value = exact_sum(p, box, pass, group, first_voxel + m * 16 + (i >> 1) * 8 + g, c);
           if (p.bias && c < channels) value += p.bias[box.channel + c];
         }
     run_chain<FIRST_CHAIN>(p.stages, acc, t, channels, box.channel);

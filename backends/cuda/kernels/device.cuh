@@ -15,7 +15,6 @@ using half_t = _Float16;
 #include <cstdint>
 #include <cuda_fp16.h>
 using half_t = __half;
-#define DYN_SHARED(T, name) extern __shared__ __align__(16) T name[]
 #endif
 
 using index_t = long long;

@@ -1,6 +1,7 @@
 // Atomic functions. Blocks run on several OS threads, so these are real atomics.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 namespace cusim {
 
@@ -24,19 +25,20 @@ template <class T, class Update> T update_atomically(T *address, Update update) 
 
 }  // namespace cusim
 
-#define CUSIM_ATOMIC(name, expression)                                            \
-    template <class T, class U> static T name(T *address, U operand) {            \
-        T value = static_cast<T>(operand);                                        \
+#define CUSIM_ATOMIC(name, expression, allowed)                                                   \
+    template <class T, class U> static T name(T *address, U operand) {                            \
+        static_assert(allowed, "CUDA has no " #name " for this type");                            \
+        T value = static_cast<T>(operand);                                                        \
         return cusim::update_atomically(address, [=](T old) -> T { (void)old; return expression; }); \
     }
-CUSIM_ATOMIC(atomicAdd, old + value)
-CUSIM_ATOMIC(atomicSub, old - value)
-CUSIM_ATOMIC(atomicMax, old > value ? old : value)
-CUSIM_ATOMIC(atomicMin, old < value ? old : value)
-CUSIM_ATOMIC(atomicExch, value)
-CUSIM_ATOMIC(atomicOr, old | value)
-CUSIM_ATOMIC(atomicAnd, old & value)
-CUSIM_ATOMIC(atomicXor, old ^ value)
+CUSIM_ATOMIC(atomicAdd, old + value, true)
+CUSIM_ATOMIC(atomicExch, value, true)
+CUSIM_ATOMIC(atomicSub, old - value, std::is_integral_v<T>)
+CUSIM_ATOMIC(atomicMax, old > value ? old : value, std::is_integral_v<T>)
+CUSIM_ATOMIC(atomicMin, old < value ? old : value, std::is_integral_v<T>)
+CUSIM_ATOMIC(atomicOr, old | value, std::is_integral_v<T>)
+CUSIM_ATOMIC(atomicAnd, old & value, std::is_integral_v<T>)
+CUSIM_ATOMIC(atomicXor, old ^ value, std::is_integral_v<T>)
 #undef CUSIM_ATOMIC
 template <class T> static T atomicCAS(T *address, T compare, T value) {
     return cusim::update_atomically(address, [=](T old) { return old == compare ? value : old; });

@@ -26,10 +26,8 @@
 #include "math.h"
 #include "atomics.h"
 #include "warp.h"
-#if __CUDA_ARCH__ >= 800
 #include "async_copy.h"
 #include "tensor_core.h"
-#endif
 #pragma GCC visibility pop
 
 #define threadIdx (cusim::current->thread_index)

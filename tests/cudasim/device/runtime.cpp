@@ -36,6 +36,7 @@ constexpr size_t SHARED_ALIGNMENT = 128;
 constexpr unsigned char POISON = 0xff;  // four of them are a NaN
 
 Fiber *current;
+Warp warps[MAX_THREADS / WARP_SIZE];
 uint3 block_index;
 dim3 block_size, grid_size;
 char *dynamic_shared;
@@ -44,7 +45,6 @@ bool barrier_any, barrier_all;
 int barrier_count;
 
 static Fiber fibers[MAX_THREADS];
-static Warp warps[MAX_THREADS / WARP_SIZE];
 static void *main_stack_pointer;
 static Launch *launch;
 static Outcome outcome;
@@ -52,8 +52,6 @@ static unsigned thread_count, alive_count, arrived_count;
 static int true_count;  // predicates that were true at the barrier so far
 static void (*kernel_body)(const void *);
 static const void *kernel_arguments;
-
-Warp &current_warp() { return warps[current->warp]; }
 
 void describe_thread(char *text, size_t bytes) {
     uint3 thread = current ? current->thread_index : uint3{};

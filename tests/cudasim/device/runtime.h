@@ -47,6 +47,7 @@ struct alignas(64) Warp {
 };
 
 extern Fiber *current;
+extern Warp warps[cusim_abi::MAX_THREADS / WARP_SIZE];
 extern uint3 block_index;
 extern dim3 block_size, grid_size;
 extern char *dynamic_shared;
@@ -63,7 +64,7 @@ void block_barrier(bool predicate, int line);
 // Waits for the lanes in `mask`; the last one to arrive runs `collective` for all of them.
 void warp_collective(uint32_t mask, Collective collective);
 
-Warp &current_warp();
+inline Warp &current_warp() { return warps[current->warp]; }
 
 // Runs the blocks that this worker can get. `body` is called once per CUDA thread.
 cusim_abi::Outcome run_blocks(cusim_abi::Launch &launch, void (*body)(const void *), const void *arguments);

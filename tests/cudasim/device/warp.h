@@ -1,29 +1,8 @@
 // Warp shuffles and votes. A shuffle that reads a lane which has returned or is outside the mask yields its own value.
 #pragma once
-#include "runtime.h"
+#include "collectives.h"
 
 namespace cusim {
-
-inline void no_exchange(Warp &, uint32_t) {}
-
-// in[lane] = {low word, high word, source lane}
-inline void exchange_values(Warp &warp, uint32_t lanes) {
-    for (uint32_t rest = lanes; rest; rest &= rest - 1) {
-        unsigned lane = __builtin_ctz(rest), source = warp.in[lane][2];
-        memcpy(warp.out[lane], warp.in[lanes >> source & 1 ? source : lane], 8);
-    }
-}
-
-// in[lane] = {predicate}; out[lane] = {ballot, lanes taking part}
-inline void collect_votes(Warp &warp, uint32_t lanes) {
-    uint32_t ballot = 0;
-    for (uint32_t rest = lanes; rest; rest &= rest - 1)
-        ballot |= (warp.in[__builtin_ctz(rest)][0] & 1u) << __builtin_ctz(rest);
-    for (uint32_t rest = lanes; rest; rest &= rest - 1) {
-        warp.out[__builtin_ctz(rest)][0] = ballot;
-        warp.out[__builtin_ctz(rest)][1] = lanes;
-    }
-}
 
 template <class T> T shuffle(uint32_t mask, T value, unsigned source) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 4 or 8 bytes");

@@ -86,7 +86,8 @@ DRIVER_API cuInit(unsigned flags) {
     if (flags) return CUDA_ERROR_INVALID_VALUE;
     if (!requested() || !device_count()) return CUDA_ERROR_NO_DEVICE;
     for (int device = 0; device < device_count(); device++)
-        if (!architecture(device)) return fail(CUDA_ERROR_INVALID_VALUE, "DISPATCHER_CUDA_SIM_ARCH names an unknown architecture");
+        if (!architecture(device))
+            return fail(CUDA_ERROR_INVALID_VALUE, "DISPATCHER_CUDA_SIM_ARCH names an unknown architecture");
     init_done = true;
     return CUDA_SUCCESS;
 }
@@ -110,7 +111,11 @@ DRIVER_API cuDeviceGetByPCIBusId(CUdevice *device, const char *text) {
     *device = int(bus) - 1;
     return CUDA_SUCCESS;
 }
-DRIVER_API cuDeviceTotalMem(size_t *bytes, CUdevice device) { NEED_DEVICE(device); *bytes = memory_bytes(); return CUDA_SUCCESS; }
+DRIVER_API cuDeviceTotalMem(size_t *bytes, CUdevice device) {
+    NEED_DEVICE(device);
+    *bytes = memory_bytes();
+    return CUDA_SUCCESS;
+}
 DRIVER_API cuDeviceComputeCapability(int *major, int *minor, CUdevice device) {
     NEED_DEVICE(device);
     *major = architecture(device)->capability / 10;
@@ -194,7 +199,11 @@ DRIVER_API cuCtxSynchronize() { NEED_CONTEXT(); return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetApiVersion(CUcontext, unsigned *version) { *version = 3020; return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetLimit(size_t *value, CUlimit) { NEED_CONTEXT(); *value = 1024; return CUDA_SUCCESS; }
 DRIVER_API cuCtxSetLimit(CUlimit, size_t) { NEED_CONTEXT(); return CUDA_SUCCESS; }
-DRIVER_API cuCtxGetCacheConfig(CUfunc_cache *config) { NEED_CONTEXT(); *config = CU_FUNC_CACHE_PREFER_NONE; return CUDA_SUCCESS; }
+DRIVER_API cuCtxGetCacheConfig(CUfunc_cache *config) {
+    NEED_CONTEXT();
+    *config = CU_FUNC_CACHE_PREFER_NONE;
+    return CUDA_SUCCESS;
+}
 DRIVER_API cuCtxSetCacheConfig(CUfunc_cache) { NEED_CONTEXT(); return CUDA_SUCCESS; }
 DRIVER_API cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     NEED_DEVICE(device);

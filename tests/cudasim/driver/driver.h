@@ -60,6 +60,7 @@ void protect_other_devices(int device, bool protect);
 
 }  // namespace driver
 
-#define NEED_INIT() do { if (!driver::initialized()) return CUDA_ERROR_NOT_INITIALIZED; } while (0)
-#define NEED_CONTEXT() do { NEED_INIT(); if (!driver::current_context()) return CUDA_ERROR_INVALID_CONTEXT; } while (0)
-#define NEED_DEVICE(d) do { NEED_INIT(); if ((d) < 0 || (d) >= driver::device_count()) return CUDA_ERROR_INVALID_DEVICE; } while (0)
+#define RETURN_UNLESS(condition, error) do { if (!(condition)) return error; } while (0)
+#define NEED_INIT() RETURN_UNLESS(driver::initialized(), CUDA_ERROR_NOT_INITIALIZED)
+#define NEED_CONTEXT() NEED_INIT(); RETURN_UNLESS(driver::current_context(), CUDA_ERROR_INVALID_CONTEXT)
+#define NEED_DEVICE(d) NEED_INIT(); RETURN_UNLESS((d) >= 0 && (d) < driver::device_count(), CUDA_ERROR_INVALID_DEVICE)

@@ -11,7 +11,7 @@
 
 namespace driver {
 
-constexpr size_t CHECKED_GAP = 256;
+constexpr ptrdiff_t CHECKED_GAP = 256;
 constexpr unsigned char POISON = 0xff;
 
 struct Allocation {
@@ -116,7 +116,7 @@ std::string find_stray_write() {
     for (const auto &entry : allocations) {
         const Allocation &a = entry.second;
         char *lowest = a.accessible(), *limit = a.accessible_end();
-        char *changed = first_changed(std::max(lowest, a.address - std::min<ptrdiff_t>(CHECKED_GAP, a.address - lowest)), a.address);
+        char *changed = first_changed(a.address - std::min<ptrdiff_t>(CHECKED_GAP, a.address - lowest), a.address);
         if (!changed) changed = first_changed(a.end(), limit);
         if (!changed) continue;
         std::string text = "a write " + describe_address(changed);

@@ -108,8 +108,8 @@ static CUresult load_image(CUmodule *result, const void *image) {
     if (!runs_on(module->contents(), capability)) {
         int built_for = module->contents().architecture;
         unload(module);
-        return fail(CUDA_ERROR_NO_BINARY_FOR_GPU, "compiled for sm_" + std::to_string(built_for) + ", but the device is sm_" +
-                                                      std::to_string(capability));
+        return fail(CUDA_ERROR_NO_BINARY_FOR_GPU, "compiled for sm_" + std::to_string(built_for) +
+                                                      ", but the device is sm_" + std::to_string(capability));
     }
     add_device_variables(module->contents().globals_begin, module->contents().globals_end);
     *result = module;
@@ -237,7 +237,8 @@ static cusim_abi::Arena worker_arena(size_t worker) {
     };
     while (arenas.size() <= worker) {
         char *stacks = map(cusim_abi::MAX_THREADS * cusim_abi::STACK_BYTES);
-        for (unsigned i = 0; i < cusim_abi::MAX_THREADS; i++) mprotect(stacks + i * cusim_abi::STACK_BYTES, driver::PAGE, PROT_NONE);
+        for (unsigned i = 0; i < cusim_abi::MAX_THREADS; i++)
+            mprotect(stacks + i * cusim_abi::STACK_BYTES, PAGE, PROT_NONE);
         char *shared_limit = map(SHARED_BYTES + GUARD_BYTES) + SHARED_BYTES;
         mprotect(shared_limit, GUARD_BYTES, PROT_NONE);
         arenas.push_back({stacks, shared_limit});

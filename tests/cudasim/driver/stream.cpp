@@ -17,7 +17,11 @@ DRIVER_API cuStreamSynchronize(CUstream) { NEED_CONTEXT(); return CUDA_SUCCESS; 
 DRIVER_API cuStreamQuery(CUstream) { NEED_CONTEXT(); return CUDA_SUCCESS; }
 DRIVER_API cuStreamWaitEvent(CUstream, CUevent, unsigned) { NEED_CONTEXT(); return CUDA_SUCCESS; }
 
-DRIVER_API cuEventCreate(CUevent *event, unsigned flags) { NEED_CONTEXT(); *event = new CUevent_st{flags, false, {}}; return CUDA_SUCCESS; }
+DRIVER_API cuEventCreate(CUevent *event, unsigned flags) {
+    NEED_CONTEXT();
+    *event = new CUevent_st{flags, false, {}};
+    return CUDA_SUCCESS;
+}
 DRIVER_API cuEventDestroy(CUevent event) { delete event; return CUDA_SUCCESS; }
 DRIVER_API cuEventRecord(CUevent event, CUstream) {
     NEED_CONTEXT();

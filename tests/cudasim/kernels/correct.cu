@@ -60,7 +60,8 @@ extern "C" __global__ void votes(unsigned *out) {
 }
 
 // ---- one counter for all blocks
-extern "C" __global__ void count_threads(int *counter, float *largest) {
+extern "C" __global__ void count_threads(int *counter, float *sum, int *largest) {
     atomicAdd(counter, 1);
-    atomicMax(largest, (float)(blockIdx.x * blockDim.x + threadIdx.x));
+    atomicAdd(sum, 0.5f);
+    atomicMax(largest, (int)(blockIdx.x * blockDim.x + threadIdx.x));
 }

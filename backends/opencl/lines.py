@@ -1,4 +1,7 @@
-"""Lowering of one fused segment to the direct CPU convolution: source text, tables, packed weights, sizes."""
+"""Lowering of one fused segment to a CPU convolution over lines, direct or Winograd.
+
+It gives source text with its tables, packed weights, and sizes.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,94 @@ import numpy as np
 
 from backends.opencl.fusion import Epilogue, Stage
 from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
-from backends.opencl.tiles import LineLayout
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, Softmax
+from backends.opencl.runtime import Facts
+from backends.opencl.tiles import Fold, LineLayout, Tile, choose_tile
+from backends.opencl.winograd import TRANSFORMS, axis_reason
+from dispatcher.geometry import ConvGeometry
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, ScalarOperand, Softmax
 
-KERNEL = "conv_transpose3d_direct"
-STAGE_FILES = {Normalize: "stage_layer_norm.cl", Softmax: "stage_channel_softmax.cl", Reduce: "stage_channel_reduce.cl"}
+SOURCE = "conv_transpose3d_lines.cl"
+#: Winograd rounds a little more, so it has to save something.
+WORTHWHILE = 1.08
+#: Below these, Winograd is not chosen: a call is too short to matter, and with few input channels the transforms
+#: cost what the products save, while an output with few products of its own shows its neighbours' rounding.
+WINOGRAD_FLOPS = 1 << 26
+WINOGRAD_CHANNELS = 16
+STAGE_FILES = {
+    Normalize: "stage_layer_norm.cl",
+    Softmax: "stage_channel_softmax.cl",
+    Reduce: "stage_channel_reduce.cl",
+}
 
 
 @dataclass(frozen=True)
-class DirectSource:
-    """What a launch of the direct convolution needs.
+class LinesSource:
+    """What a launch of a convolution over lines needs.
 
     Attributes:
+        kernel: name of the kernel.
         text: OpenCL C source.
         operands: layout of the ``operands`` buffer.
         scratch: elements of scratch a worker needs.
         items: work items per image.
     """
 
+    kernel: str
     text: str
     operands: OperandLayout
     scratch: int
     items: int
 
 
-def pack_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
-    """Weights in the order in which the kernel streams them.
+def choose(
+    geometry: ConvGeometry, fold: Fold | None, vec: int, facts: Facts, itemsize: int, algorithm: str
+) -> tuple[Tile, str]:
+    """The tile for a segment, and why its algorithm was chosen.
+
+    Args:
+        algorithm: ``auto`` for the one with less estimated work, ``direct``, or ``winograd`` where it applies.
+    """
+
+    def tile(winograd: bool) -> tuple[Tile, float]:
+        return choose_tile(geometry, fold, vec, facts.registers, facts.cache, itemsize, winograd=winograd)
+
+    direct, direct_work = tile(False)
+    if algorithm == "direct":
+        return direct, "asked for"
+    reason = axis_reason(geometry.depth) or axis_reason(geometry.height)
+    if reason is not None:
+        return direct, f"no Winograd transform: {reason}"
+    winograd, winograd_work = tile(True)
+    if algorithm == "winograd":
+        return winograd, "asked for"
+    if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
+        return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
+    if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):
+        return direct, "too little work an image for Winograd to matter"
+    ratio = direct_work / winograd_work
+    if ratio < WORTHWHILE:
+        return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"
+    return winograd, f"estimated {ratio:.2f} times the speed of the direct core"
+
+
+def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.ndarray, list[int]]:
+    """Weights in the order in which the kernel streams them, and where each phase starts.
 
     Args:
         weight: ``(IC, OC/groups, KD, KH, KW)``.
 
     Returns:
-        One-dimensional: for each phase ``[group][channel tile][KD taps][KH taps][KW taps][IC/groups][thread_c]``.
+        One-dimensional weights: for each phase
+        ``[group][channel tile][KD taps][KH taps][KW taps][IC/groups][thread_c]``.
     """
     g, c = layout.geometry, layout.tile.thread_c
     group_ic, group_oc = g.in_channels // g.groups, g.out_channels // g.groups
     tiles = -(-group_oc // c)
     padded = np.zeros((g.groups, group_ic, tiles * c, *weight.shape[2:]), weight.dtype)
     padded[:, :, :group_oc] = weight.reshape(g.groups, group_ic, group_oc, *weight.shape[2:])
-    parts = []
+    parts: list[np.ndarray] = []
+    starts: list[int] = []
+    position = 0
     for phase_d in g.depth.phases:
         for phase_h in g.height.phases:
             for phase_w in g.width.phases:
@@ -56,21 +108,10 @@ def pack_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
                     picked = np.take(picked, [tap.index for tap in phase.taps], axis=axis)
                 taps = picked.shape[3:]
                 ordered = picked.reshape(g.groups, group_ic, tiles, c, *taps).transpose(0, 2, 4, 5, 6, 1, 3)
+                starts.append(position)
                 parts.append(ordered.ravel())
-    return np.concatenate(parts)
-
-
-def _phase_weights(layout: LineLayout) -> list[int]:
-    """Offset of each phase in the packed weights."""
-    g, c = layout.geometry, layout.tile.thread_c
-    per_tap = g.groups * (-(-(g.out_channels // g.groups) // c) * c) * (g.in_channels // g.groups)
-    offsets, position = [], 0
-    for phase_d in g.depth.phases:
-        for phase_h in g.height.phases:
-            for phase_w in g.width.phases:
-                offsets.append(position)
-                position += per_tap * len(phase_d.taps) * len(phase_h.taps) * len(phase_w.taps)
-    return offsets
+                position += ordered.size
+    return np.concatenate(parts), starts
 
 
 def _stages(
@@ -83,8 +124,6 @@ def _stages(
         affine = ""
         match stage.step:
             case Normalize() as step:
-                from dispatcher.steps import ScalarOperand
-
                 values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
                 if step.weight is not None:
                     affine += f"x = x * {operands.expression(step.weight, 'c')}; "
@@ -94,7 +133,11 @@ def _stages(
                 combine = "max_keep_nan(a, b)" if step.function == "max" else "((a) + (b))"
                 values["STAGE_COMBINE(a, b)"] = combine
                 values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if step.function == "mean" else "R(1.0)"
-        body = defines(values) + tail_macro("STAGE_AFFINE", affine) + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
+        body = (
+            defines(values)
+            + tail_macro("STAGE_AFFINE", affine)
+            + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
+        )
         names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
         text += section(STAGE_FILES[type(stage.step)], body)
         text += "".join(f"#undef {name}\n" for name in names)
@@ -111,8 +154,9 @@ def render(
     epilogue: Epilogue,
     output: tuple[int, int, int, int, int],
     *,
+    phase_weights: Sequence[int],
     double: bool,
-) -> DirectSource:
+) -> LinesSource:
     """Source text for one segment.
 
     Args:
@@ -121,6 +165,7 @@ def render(
         prologue: pointwise steps on its input.
         epilogue: the steps behind it.
         output: shape of what the segment stores.
+        phase_weights: where the weights of each phase start.
         double: compute in double.
     """
     g, tile = layout.geometry, layout.tile
@@ -129,8 +174,12 @@ def render(
     line = layout.line
     prologue_text = tail(operands, prologue)
     conv_text = tail(operands, [convolution, *epilogue.tail])
-    before, before_calls, channels = _stages(operands, epilogue.before, 1, g.out_channels, width.stride * line)
+    before, before_calls, channels = _stages(
+        operands, epilogue.before, 1, g.out_channels, width.stride * line
+    )
+    kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
     values: dict[str, object] = {
+        "KERNEL_NAME": kernel,
         "REAL": "double" if double else "float",
         "REAL_IS_DOUBLE": double,
         "VEC": tile.vec,
@@ -165,15 +214,19 @@ def render(
         "LINE_CHANNELS": layout.line_channels,
         "CHUNKS": len(layout.chunks),
         "WIDE_CHUNKS": sum(chunk.width > 1 for chunk in layout.chunks),
-        "SCRATCH_LINES": layout.packed_size,
-        "SCRATCH_POOLED": layout.packed_size + layout.lines_size,
+        "LINES_H": layout.lines_h,
+        "EDGE": layout.edge,
+        "SCRATCH_EDGE": layout.packed_size,
+        "SCRATCH_TILES": layout.packed_size + layout.edge_size,
+        "SCRATCH_LINES": layout.core_size - layout.lines_size,
+        "SCRATCH_POOLED": layout.core_size,
         "OUT_C": output[1],
         "OUT_D": output[2],
         "OUT_H": output[3],
         "OUT_W": output[4],
         "USE_FOLD": layout.fold is not None,
     }
-    scratch = layout.packed_size + layout.lines_size
+    scratch = layout.core_size
     fold, after, after_calls = "", "", ""
     if layout.fold is not None:
         window = layout.fold.window
@@ -197,7 +250,9 @@ def render(
                     "FOLD_IDENTITY": "-INFINITY" if maximum else "R(0.0)",
                     "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {window[0] * window[1] * window[2]})",
                     "FOLD_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
-                    "FOLD_COMBINE_SCALAR(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
+                    "FOLD_COMBINE_SCALAR(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))"
+                    if maximum
+                    else "((a) + (b))",
                 }
             )
             + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail)),
@@ -215,15 +270,15 @@ def render(
         taps
         + table("INPUT_D", layout.depth.rows)
         + table("INPUT_H", layout.height.rows)
-        + table("SLOT_D", layout.depth.slots)
-        + table("SLOT_H", layout.height.slots)
         + table("OFFSET_W", low)
-        + table("PHASE_WEIGHTS", _phase_weights(layout))
+        + table("PHASE_WEIGHTS", phase_weights)
+        + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
     )
     text = (
         section("numeric.cl", defines(values))
+        + section("lanes.cl")
         + defines(tables)
         + tables_text
         + tail_macro("PROLOGUE", prologue_text)
@@ -233,12 +288,33 @@ def render(
         + after
         + f"#define STAGES_BEFORE_FOLD(line) do {{ {before_calls} }} while (0)\n"
         + f"#define STAGES_AFTER_FOLD(line) do {{ {after_calls} }} while (0)\n"
-        + section(f"{KERNEL}.cl").replace('#include "conv_tile.cl"', f'#line 1 "conv_tile.cl"\n{_tile_source()}')
+        + section("rows.cl")
+        + section("core_winograd.cl" if tile.winograd else "core_direct.cl")
+        + section(SOURCE)
     )
-    return DirectSource(text, operands, scratch, layout.boxes[0] * layout.boxes[1])
+    return LinesSource(kernel, text, operands, scratch, layout.boxes[0] * layout.boxes[1])
 
 
-def _tile_source() -> str:
-    from backends.opencl.render import kernel_source
+def _direct_tables(layout: LineLayout) -> str:
+    return table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
 
-    return kernel_source("conv_tile.cl")
+
+def _winograd_tables(layout: LineLayout) -> str:
+    text = ""
+    for letter, axis, first in (
+        ("D", layout.geometry.depth, 0),
+        ("H", layout.geometry.height, layout.height.rows[0]),
+    ):
+        starts = [phase.taps[0].offset - first for phase in axis.phases]
+        parts = [TRANSFORMS[len(phase.taps)] for phase in axis.phases]
+        text += table(f"PARTS_{letter}", [len(each) for each in parts])
+        text += table(
+            f"ROW_A_{letter}",
+            [[start + p.a for p in each] for start, each in zip(starts, parts, strict=True)],
+        )
+        text += table(
+            f"ROW_B_{letter}",
+            [[start + p.b for p in each] for start, each in zip(starts, parts, strict=True)],
+        )
+        text += table(f"SIGN_{letter}", [[p.sign for p in each] for each in parts])
+    return text

@@ -1,0 +1,124 @@
+"""The CUDA backend: what devices there are, what they can run, and compiled operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from backends.cuda import driver, toolkit
+from backends.cuda.executable import CudaExecutable
+from backends.cuda.lowering import Options, Program, Target, lower
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Device
+from dispatcher.operator import Operator
+
+_LARGEST_EXTENT = 2**31 - 1
+#: Values of the option ``algorithm``.
+ALGORITHMS = ("auto", "halo", "fma")
+
+
+class CudaBackend:
+    """See :class:`dispatcher.interface.Backend`. Arguments may be arrays that live on the device."""
+
+    name = "cuda"
+    device_arrays = True
+
+    def probe(self) -> Sequence[Device]:
+        """Every CUDA device; one that stands for the reason where there is none. Never raises."""
+        try:
+            loaded = driver.load()
+            count = loaded.Device.count()
+        except Exception as error:
+            return [Device("cuda", 0, "CUDA", "unknown", False, str(error))]
+        return [self._probe(loaded, index) for index in range(count)]
+
+    def _probe(self, loaded: Any, index: int) -> Device:
+        try:
+            context = driver.context(index)
+            version = loaded.get_driver_version()
+            supported = (version // 1000, version % 1000 // 10)
+            facts: dict[str, str | int | float] = {
+                "compute_capability": f"{context.architecture // 10}.{context.architecture % 10}",
+                "compute_units": context.processors,
+                "memory_bytes": context.total_bytes,
+                "shared_memory_bytes": context.shared_limit,
+                "driver_cuda": "{}.{}".format(*supported),
+            }
+            found = toolkit.find()
+            if isinstance(found, toolkit.Toolkit) and found.release is not None:
+                facts["nvcc"] = "{}.{}".format(*found.release)
+            reason = _unusable(found, context.architecture, supported)
+            return Device("cuda", index, context.name, "gpu", reason is None, reason, facts)
+        except Exception as error:
+            return Device("cuda", index, f"CUDA device {index}", "gpu", False, str(error))
+
+    def supports(self, operator: Operator, device: Device) -> str | None:
+        """None when ``device`` can run ``operator``, else the reason why not."""
+        shapes = [*operator.tensor_shapes.values(), *(step.shape for step in operator.steps)]
+        for shape in shapes:
+            if any(extent > _LARGEST_EXTENT for extent in shape):
+                return f"an extent of {max(shape)} is more than the {_LARGEST_EXTENT} that the kernels count to"
+        for convolution in operator.convolutions:
+            elements = math.prod(convolution.geometry.weight_shape)
+            if elements > _LARGEST_EXTENT:
+                return f"{elements} weights are more than the {_LARGEST_EXTENT} that the kernels count to"
+        return None
+
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> CudaExecutable:
+        """Build ``operator`` for ``device``.
+
+        Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of voxels
+        ``(z, y, x)`` for the tensor-core kernel) and ``stream`` (a ``cudaStream_t`` as an integer, whose work each call
+        waits for).
+
+        Raises:
+            InputError: an option is unknown or has a wrong value.
+            DeviceError: the device does not exist or has no compiler.
+            BuildError: the compiler refused a kernel.
+        """
+        chosen, stream = _options(options)
+        context = driver.context(device.index)
+        compiler = toolkit.find()
+        if isinstance(compiler, str):
+            raise DeviceError(f"{device.id} cannot be used: {compiler}")
+        target = Target(context.architecture, context.shared_limit, context.processors)
+        program = Program(operator) if operator.empty else lower(operator, target, chosen)
+        return CudaExecutable(program, context, compiler, stream)
+
+
+def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
+    known = ("algorithm", "stream", "tile")
+    for name in options:
+        if name not in known:
+            raise InputError(f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(known)}")
+    algorithm = options.get("algorithm", "auto")
+    if algorithm not in ALGORITHMS:
+        raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+    tile = options.get("tile")
+    if tile is not None and (
+        not isinstance(tile, Sequence) or len(tile) != 3 or not all(type(n) is int and n > 0 for n in tile)
+    ):
+        raise InputError(f"tile is {tile!r}; expected three positive integers, (z, y, x)")
+    stream = options.get("stream")
+    if stream is not None and (type(stream) is not int or stream < 0):
+        raise InputError(f"stream is {stream!r}; expected a cudaStream_t as an integer")
+    return Options(algorithm, None if tile is None else (tile[0], tile[1], tile[2])), stream
+
+
+def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[int, int]) -> str | None:
+    """Why kernels cannot be made or run, or None."""
+    if isinstance(found, str):
+        return found
+    if found.release is not None and found.release[0] > supported[0]:
+        return (
+            "the driver supports CUDA {}.{}, older than nvcc's {}.{}; update the driver or use an older toolkit"
+        ).format(*supported, *found.release)
+    known = toolkit.architectures(found)
+    if known and architecture not in known:
+        wanted = ", ".join(f"{number // 10}.{number % 10}" for number in sorted(known))
+        return (
+            f"nvcc {found.release} makes no code for compute capability {architecture // 10}.{architecture % 10}; "
+            f"it knows {wanted}"
+        )
+    return None

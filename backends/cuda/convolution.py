@@ -1,0 +1,159 @@
+"""Tables that turn a convolution's geometry into what the kernels read: taps, phases and the order of the weights."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.cuda.tiles import HaloTile, Triple
+from dispatcher.geometry import AxisPhase, ConvGeometry
+
+#: ``Phase`` and ``Term`` of conv_fma.cu, ``Tap`` and ``Pass`` of conv_halo.cu.
+PHASE = np.dtype([("first", "i4"), ("count", "i4")], align=True)
+TERM = np.dtype([("delta", "i8"), ("offset", "i4", 3), ("channel", "i4")], align=True)
+TAP = np.dtype([("shared", "i4"), ("offset", "i4", 3), ("weights", "i4"), ("stride", "i4")], align=True)
+PASS = np.dtype([("residue", "i4", (2, 3)), ("first", "i4"), ("steps", "i4")], align=True)
+
+
+@dataclass(frozen=True)
+class FmaTables:
+    """Tables of ``conv_fma.cu``.
+
+    Attributes:
+        phases: one row for each combination of residues that have taps, depth outermost.
+        slots: row of a residue among those of its axis that have taps, or -1; axes one after another.
+        terms: pairs of tap and input channel, by phase.
+        order: where each packed weight, ``(groups, terms, padded channels)``, comes from; -1 for padding.
+        residues: residues per axis that have outputs.
+        axis_slots: those of them that have taps.
+    """
+
+    phases: NDArray[np.void]
+    slots: NDArray[np.int32]
+    terms: NDArray[np.void]
+    order: NDArray[np.int32]
+    residues: Triple
+    axis_slots: Triple
+
+
+def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
+    """Tables for a convolution whose output channels of a group are padded to ``padded_channels``."""
+    in_group = geometry.in_channels // geometry.groups
+    out_group = geometry.out_channels // geometry.groups
+    extents = [axis.input for axis in geometry.axes]
+    kernel = [axis.kernel for axis in geometry.axes]
+    channel_stride = int(np.prod(extents, dtype=np.int64))
+    slots: list[int] = []
+    used: list[list[AxisPhase]] = []
+    residues: list[int] = []
+    for axis in geometry.axes:
+        live = [phase for phase in axis.phases if phase.count]
+        filled = [phase for phase in live if phase.taps]
+        numbers = {phase.residue: number for number, phase in enumerate(filled)}
+        slots += [numbers.get(phase.residue, -1) for phase in live]
+        used.append(filled)
+        residues.append(len(live))
+    phases = np.zeros(int(np.prod([len(axis) for axis in used])), PHASE)
+    blocks: list[NDArray[np.void]] = [np.zeros(0, TERM)]
+    taps: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    first = 0
+    for row, combination in enumerate(itertools.product(*used)):
+        combined = list(itertools.product(*(phase.taps for phase in combination)))
+        count = len(combined) * in_group
+        offsets = np.array([[tap.offset for tap in triple] for triple in combined], np.int64)
+        index = np.array([(z.index * kernel[1] + y.index) * kernel[2] + x.index for z, y, x in combined], np.int64)
+        spatial = (offsets[:, 0] * extents[1] + offsets[:, 1]) * extents[2] + offsets[:, 2]
+        channels = np.tile(np.arange(in_group), len(combined))
+        block = np.zeros(count, TERM)
+        block["delta"] = np.repeat(spatial, in_group) + channels * channel_stride
+        block["offset"] = np.repeat(offsets, in_group, axis=0)
+        block["channel"] = channels
+        phases[row] = (first, count)
+        blocks.append(block)
+        taps.append(np.repeat(index, in_group))
+        first += count
+    terms = np.concatenate(blocks)
+    group, column = np.arange(geometry.groups)[:, None, None], np.arange(padded_channels)
+    source = (group * in_group + terms["channel"][:, None]) * out_group + column
+    order = source * geometry.kernel_volume + np.concatenate(taps)[:, None]
+    order[..., out_group:] = -1
+    return FmaTables(
+        phases,
+        np.array(slots, np.int32),
+        terms,
+        order.astype(np.int32).ravel(),
+        (residues[0], residues[1], residues[2]),
+        (len(used[0]), len(used[1]), len(used[2])),
+    )
+
+
+@dataclass(frozen=True)
+class HaloTables:
+    """Tables of ``conv_halo.cu``.
+
+    Attributes:
+        passes: phases in order of work, ``phase_groups`` of them at a time.
+        taps: the program, ``(steps, phase_groups)``.
+        order: where each packed weight comes from; -1 for padding.
+        tile_weights: packed weights of one channel tile.
+    """
+
+    passes: NDArray[np.void]
+    taps: NDArray[np.void]
+    order: NDArray[np.int32]
+    tile_weights: int
+
+
+def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
+    """Tables for a convolution without groups in boxes of ``tile``."""
+    groups, kernel = tile.phase_groups, [axis.kernel for axis in geometry.axes]
+    live = [[phase for phase in axis.phases if phase.count] for axis in geometry.axes]
+    together = [tuple(live[2])] if groups == 2 else [(phase,) for phase in live[2]]
+    passes: list[tuple[list[list[int]], int, int]] = []
+    taps: list[list[tuple[int, tuple[int, ...], int, int]]] = []
+    slab = 0
+    order: list[tuple[int, int]] = []  # (kernel index, chunk) of each slab
+    for z, y, xs in itertools.product(live[0], live[1], together):
+        first = len(taps)
+        for tz, ty, number in itertools.product(z.taps, y.taps, range(max(len(x.taps) for x in xs))):
+            present = [x.taps[number] if number < len(x.taps) else None for x in xs]
+            kernels = [
+                (tz.index * kernel[1] + ty.index) * kernel[2] + tap.index for tap in present if tap is not None
+            ]
+            row: list[tuple[int, tuple[int, ...], int, int]] = []
+            before = 0
+            for tap in present:
+                if tap is None:
+                    row.append((-1, (0, 0, 0), 0, 0))
+                    continue
+                offset = (tz.offset, ty.offset, tap.offset)
+                row.append((tile.shared_offset(offset), offset, slab + before, len(kernels)))
+                before += 1
+            taps.append(row)
+            order += [(index, chunk) for chunk in range(tile.chunks) for index in kernels]
+            slab += len(kernels) * tile.chunks
+        residues = [[z.residue, y.residue, x.residue] for x in xs]
+        passes.append((residues + residues[:1] * (2 - len(residues)), first, len(taps) - first))
+    table = np.zeros((len(taps), groups), TAP)
+    for number, row in enumerate(taps):
+        table[number] = row
+    tiles = -(-geometry.out_channels // tile.block_n)
+    slabs = np.array(order, np.int64).reshape(-1, 2)
+    lane = np.arange(32)
+    g, t = lane >> 2, lane & 3
+    k8 = np.arange(tile.block_k // 8)[:, None, None, None] * 8
+    pair = np.arange(tile.block_n // 16)[None, :, None, None] * 16
+    value = np.arange(4)
+    channel = k8 + t[None, None, :, None] + (value & 1) * 4  # within the chunk
+    column = pair + g[None, None, :, None] + (value >> 1) * 8  # within the channel tile
+    shape = (tiles, len(slabs), *np.broadcast_shapes(channel.shape, column.shape))
+    channels = slabs[None, :, 1, None, None, None, None] * tile.block_k + channel
+    columns = np.arange(tiles)[:, None, None, None, None, None] * tile.block_n + column
+    source = (channels * geometry.out_channels + columns) * geometry.kernel_volume
+    source = source + slabs[None, :, 0, None, None, None, None]
+    source = np.where((channels < geometry.in_channels) & (columns < geometry.out_channels), source, -1)
+    packed = np.broadcast_to(source, shape).astype(np.int32).ravel()
+    return HaloTables(np.array(passes, PASS), table, packed, len(slabs) * tile.block_k * tile.block_n)

@@ -1,0 +1,314 @@
+"""The CUDA driver through PyCUDA: devices, the primary context of each, memory that is reused, and arrays that stay there.
+
+Nothing happens when this module is imported; PyCUDA is loaded when a device is first looked for. The primary context is the
+one that other libraries in the process use, so that their arrays can be used in place. It is made current only around our
+own work, in whatever thread that runs, and the thread's previous context is restored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import importlib.util
+import math
+import os
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from backends.cuda import toolkit
+from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
+
+_ALIGNMENT = 256
+_POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+
+def load() -> Any:
+    """``pycuda.driver``, initialised.
+
+    Raises:
+        DeviceError: it cannot be used; the message says why and what to do.
+    """
+    if importlib.util.find_spec("pycuda") is None:
+        raise DeviceError("PyCUDA is not installed; pip install 'kernel-dispatcher[cuda]'")
+    try:
+        driver = importlib.import_module("pycuda.driver")
+    except ImportError as error:
+        if "libcuda" in str(error) or "nvcuda" in str(error):
+            raise DeviceError(f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver") from error
+        raise DeviceError(f"PyCUDA cannot be imported: {error}") from error
+    try:
+        driver.init()
+        count = driver.Device.count()
+    except driver.Error as error:
+        raise DeviceError(_no_device(str(error))) from error
+    if count == 0:
+        raise DeviceError(_no_device("the driver counts none"))
+    return driver
+
+
+def _no_device(cause: str) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}, which may hide them"
+    return f"no CUDA device is visible ({cause}){hint}"
+
+
+class Context:
+    """One device with its primary context, streams, memory and loaded kernels. Safe to use from several threads."""
+
+    def __init__(self, driver: Any, index: int) -> None:
+        self.driver = driver
+        self.index = index
+        device = driver.Device(index)
+        attribute = driver.device_attribute
+        self.name: str = device.name()
+        major, minor = device.compute_capability()
+        self.architecture: int = 10 * major + minor
+        self.processors: int = device.get_attribute(attribute.MULTIPROCESSOR_COUNT)
+        self.shared_limit: int = device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.total_bytes: int = device.total_memory()
+        self._context = device.retain_primary_context()
+        self._lost: str | None = None
+        self._lock = threading.RLock()
+        self._free: dict[int, list[Any]] = defaultdict(list)
+        self._streams: list[Any] = []
+        self._modules: dict[toolkit.Kernel, Any] = {}
+        atexit.register(self._close)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make the context current in this thread.
+
+        Raises:
+            KernelError: an earlier failure has left the context unusable.
+        """
+        if self._lost is not None:
+            raise KernelError(f"the CUDA context of {self.name} was lost earlier ({self._lost}); restart the process")
+        self._context.push()
+        try:
+            yield
+        finally:
+            self.driver.Context.pop()
+
+    def failure(self, kernels: str, error: Exception) -> KernelError:
+        """The error to raise when ``kernels`` failed; finds out whether the context survived. Call while active."""
+        try:
+            self.driver.mem_get_info()
+        except self.driver.Error:
+            self._lost = f"{kernels}: {error}"
+        return KernelError(f"{kernels} failed on {self.name}: {error}")
+
+    # ---- kernels -----------------------------------------------------------------------------------------------
+    def function(self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit) -> Any:
+        """The kernel ``name`` of a compiled file, ready to launch with ``shared_bytes`` of dynamic shared memory.
+
+        Raises:
+            BuildError: the compiler refused it.
+            KernelError: the driver refused it.
+        """
+        with self._lock, self.active():
+            module = self._modules.get(kernel)
+            if module is None:
+                module = self._modules[kernel] = self._load(kernel, compiler)
+            try:
+                function = module.get_function(name)
+                if shared_bytes > 48 * 1024:
+                    attribute = self.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    function.set_attribute(attribute, shared_bytes)
+            except self.driver.Error as error:
+                raise KernelError(f"kernel {name} cannot be prepared on {self.name}: {error}") from error
+            return function
+
+    def _load(self, kernel: toolkit.Kernel, compiler: toolkit.Toolkit) -> Any:
+        image = toolkit.cubin(kernel, self.architecture, compiler, self.name)
+        try:
+            return self.driver.module_from_buffer(image)
+        except self.driver.Error:  # made by another driver or compiler than it claims: make it again, once
+            image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
+        try:
+            return self.driver.module_from_buffer(image)
+        except self.driver.Error as error:
+            raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
+
+    # ---- streams -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def stream(self) -> Iterator[Any]:
+        """A stream that nobody else uses meanwhile; it waits for the legacy default stream. Use while active."""
+        with self._lock:
+            stream = self._streams.pop() if self._streams else self.driver.Stream()
+        try:
+            yield stream
+        finally:
+            with self._lock:
+                self._streams.append(stream)
+
+    def wait_for(self, stream: Any, handle: int) -> None:
+        """Let ``stream`` wait for what another library has put in its stream ``handle`` so far."""
+        event = self.driver.Event(self.driver.event_flags.DISABLE_TIMING)
+        status = _library().cuEventRecord(ctypes.c_void_p(event.handle), ctypes.c_void_p(handle))
+        if status != 0:
+            raise InputError(f"stream is {handle}; the driver does not know it (error {status})")
+        stream.wait_for_event(event)
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+    def allocate(self, sizes: Sequence[int]) -> list[Any]:
+        """Blocks of at least the given bytes, reused where possible; all or none. Use while active.
+
+        Raises:
+            DeviceMemoryError: they do not fit; the message holds the bytes and the limit.
+        """
+        rounded = [max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT for size in sizes]
+        blocks: list[Any] = [None] * len(rounded)
+        with self._lock:
+            for place, size in enumerate(rounded):
+                if self._free[size]:
+                    blocks[place] = self._free[size].pop()
+            missing = sum(size for size, block in zip(rounded, blocks, strict=True) if block is None)
+            if not missing:
+                return blocks
+            try:
+                if missing > self.driver.mem_get_info()[0]:
+                    self.trim()
+                free, total = self.driver.mem_get_info()
+                if missing > free:
+                    raise DeviceMemoryError(
+                        f"{sum(rounded)} bytes are needed on {self.name}, {missing} of them new, but {free} of its "
+                        f"{total} bytes are free; use a smaller batch or another device"
+                    )
+                for place, size in enumerate(rounded):
+                    if blocks[place] is None:
+                        blocks[place] = self.driver.mem_alloc(size)
+            except (DeviceMemoryError, self.driver.Error) as error:
+                for size, block in zip(rounded, blocks, strict=True):
+                    if block is not None:
+                        self._free[size].append(block)
+                self.trim()
+                if isinstance(error, DeviceMemoryError):
+                    raise
+                raise DeviceMemoryError(
+                    f"{sum(rounded)} bytes cannot be allocated on {self.name}, which has {self.total_bytes}: {error}"
+                ) from error
+            return blocks
+
+    def release(self, sizes: Sequence[int], blocks: Sequence[Any]) -> None:
+        """Give blocks back for reuse, with the sizes they were asked for."""
+        with self._lock:
+            for size, block in zip(sizes, blocks, strict=True):
+                self._free[max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT].append(block)
+
+    def trim(self) -> None:
+        """Return memory that nobody uses to the driver. Use while active."""
+        with self._lock:
+            for blocks in self._free.values():
+                for block in blocks:
+                    block.free()
+                blocks.clear()
+
+    def _close(self) -> None:
+        """At exit: give everything back while the driver still works."""
+        with suppress(Exception):
+            with self.active():
+                self.trim()
+                self._streams.clear()
+                self._modules.clear()
+            self._context.detach()
+
+
+_contexts: dict[int, Context] = {}
+_contexts_lock = threading.Lock()
+
+
+def context(index: int) -> Context:
+    """The context of device ``index``; made once.
+
+    Raises:
+        DeviceError: there is no such device, or it cannot be opened.
+    """
+    with _contexts_lock:
+        if index not in _contexts:
+            driver = load()
+            count = driver.Device.count()
+            if not 0 <= index < count:
+                raise DeviceError(f"cuda:{index} does not exist; this machine has {count} CUDA device(s), numbered from 0")
+            try:
+                _contexts[index] = Context(driver, index)
+            except driver.Error as error:
+                raise DeviceError(f"cuda:{index} cannot be opened: {error}") from error
+        return _contexts[index]
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+def device_of(pointer: int) -> int | None:
+    """Device that a pointer belongs to, or None when the driver does not say. A context must be current."""
+    ordinal = ctypes.c_int(-1)
+    try:
+        status = _library().cuPointerGetAttribute(
+            ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(pointer)
+        )
+    except (OSError, AttributeError):
+        return None
+    return ordinal.value if status == 0 else None
+
+
+def interface_of(value: Any) -> dict[str, Any] | None:
+    """The ``__cuda_array_interface__`` of ``value``, or None when it has none."""
+    interface = getattr(value, "__cuda_array_interface__", None)
+    return interface if isinstance(interface, dict) else None
+
+
+class DeviceArray:
+    """A result that stays on the device: C-contiguous, and usable by any library that reads ``__cuda_array_interface__``.
+
+    Attributes:
+        shape: extents.
+        dtype: NumPy dtype of the elements.
+    """
+
+    def __init__(self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self._owner = owner
+        self._pointer = 0 if block is None else int(block)
+        if block is not None:
+            weakref.finalize(self, owner.release, [size], [block])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self._pointer, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
+
+    def get(self) -> np.ndarray:
+        """A copy on the host."""
+        result = np.empty(self.shape, self.dtype)
+        if result.nbytes:
+            with self._owner.active():
+                self._owner.driver.memcpy_dtoh(result, self._pointer)
+        return result
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("an array on the device cannot become a NumPy array without a copy")
+        return self.get() if dtype is None else self.get().astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device='cuda:{self._owner.index}')"

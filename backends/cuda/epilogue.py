@@ -1,0 +1,174 @@
+"""What a convolution's launch does after the sum: which steps fit, and in what form.
+
+An epilogue has four cuts: a chain of operations on each voxel's channels; a fold over the phases, where a pooling
+window is exactly the set of phases; a second chain; and an end. :func:`extend` is the single place that knows the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from backends.cuda.tiles import MAX_BLOCK_N
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    Step,
+    TensorOperand,
+)
+
+#: Vocabulary function to operation, as in ``chain.cuh``.
+OPERATIONS = {
+    "add": 1,
+    "subtract": 2,
+    "scale": 3,
+    "clamp": 4,
+    "gelu": 5,
+    "relu": 6,
+    "leaky_relu": 7,
+    "sigmoid": 8,
+    "tanh": 9,
+    "silu": 10,
+    "softplus": 11,
+    "hardswish": 12,
+}
+LAYER_NORM = 32
+MAX_STAGES = 8
+
+#: Most phases that one block works through.
+MAX_FOLDED_PHASES = 512
+
+#: A softmax needs no pass for its maximum where a clamp keeps its argument within this distance of the upper bound:
+#: the smallest exponential, exp(-60), is far from underflow.
+MAX_CLAMP_RANGE = 60.0
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Steps that one convolution launch runs on its results.
+
+    Attributes:
+        first: on each voxel's channels, per phase.
+        fold: the pooling over phases, or None.
+        second: on each voxel's channels, after the fold or the softmax.
+        pool: a second pooling, over boxes of folded voxels, or None.
+        channel_sum: add up the channels at the end.
+        softmax: softmax over space between the chains.
+        bound: the clamp's upper bound, which the softmax subtracts.
+    """
+
+    first: tuple[Step, ...] = ()
+    fold: Pool | None = None
+    second: tuple[Step, ...] = ()
+    pool: Pool | None = None
+    channel_sum: bool = False
+    softmax: bool = False
+    bound: float = 0.0
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """Box of the second pooling; ones where there is none."""
+        return (1, 1, 1) if self.pool is None else self.pool.window
+
+
+def _per_channel(operand: Operand, channels: int) -> bool:
+    return isinstance(operand, ScalarOperand) or (
+        isinstance(operand, TensorOperand) and operand.per_channel and operand.shape[1] == channels
+    )
+
+
+def _append(epilogue: Epilogue, step: Step) -> Epilogue | str:
+    behind = epilogue.fold is not None or epilogue.softmax
+    chain = epilogue.second if behind else epilogue.first
+    if len(chain) == MAX_STAGES:
+        return f"a chain holds {MAX_STAGES} operations at most"
+    if behind:
+        return replace(epilogue, second=(*chain, step))
+    return replace(epilogue, first=(*chain, step))
+
+
+def _whole_rows(convolution: ConvTranspose3d) -> str | None:
+    """None when one block holds all channels of a voxel."""
+    geometry = convolution.geometry
+    if geometry.groups > 1:
+        return "the channels of a voxel are in several groups"
+    if geometry.out_channels > MAX_BLOCK_N:
+        return f"{geometry.out_channels} channels do not fit the {MAX_BLOCK_N} that a block holds"
+    return None
+
+
+def extend(epilogue: Epilogue, convolution: ConvTranspose3d, step: Step, resident: bool) -> Epilogue | str:
+    """``epilogue`` with ``step`` behind it, or the reason why it does not fit.
+
+    Args:
+        resident: the convolution runs in ``conv_halo.cu``, which can do a little more than ``conv_fma.cu``.
+    """
+    channels = convolution.geometry.out_channels
+    if epilogue.channel_sum:
+        return "the channels are already added up"
+    if epilogue.pool is not None and not isinstance(step, Reduce):
+        return "only a sum over channels follows a second pooling"
+    match step:
+        case Pointwise():
+            if not all(_per_channel(operand, channels) for operand in step.arguments):
+                return f"an operand of {step.op} is neither a number nor one value a channel"
+            return _append(epilogue, step)
+        case Normalize():
+            if step.axes != (1,) or step.groups != 1:
+                return f"{step.op} works over more than the channels of a voxel"
+            return _whole_rows(convolution) or _append(epilogue, step)
+        case Pool():
+            return _pool(epilogue, convolution, step, resident)
+        case Reduce():
+            if step.function != "sum" or step.axes != (1,):
+                return f"{step.op} is not a sum over channels"
+            return _whole_rows(convolution) or replace(epilogue, channel_sum=True)
+        case Softmax():
+            return _softmax(epilogue, step, resident)
+    return f"{step.op} is a kernel of its own"
+
+
+def _pool(epilogue: Epilogue, convolution: ConvTranspose3d, step: Pool, resident: bool) -> Epilogue | str:
+    if epilogue.softmax:
+        return "pooling does not follow a softmax in one launch"
+    if epilogue.fold is not None:
+        if not resident or step.function != "max":
+            return "a second pooling window spans several blocks"
+        return replace(epilogue, pool=step)
+    stride = tuple(axis.stride for axis in convolution.geometry.axes)
+    if step.window != stride:
+        return f"its window {step.window} is not the stride {stride}"
+    if math.prod(stride) > MAX_FOLDED_PHASES:
+        return f"{math.prod(stride)} phases are too many for one block"
+    return replace(epilogue, fold=step)
+
+
+def _softmax(epilogue: Epilogue, step: Softmax, resident: bool) -> Epilogue | str:
+    if step.axes != (2, 3, 4):
+        return "this softmax is not over space"
+    if not resident or epilogue.fold is not None or epilogue.softmax:
+        return "a softmax over space needs the sum of all blocks"
+    clamp = epilogue.first[-1] if epilogue.first else None
+    if not isinstance(clamp, Pointwise) or clamp.function != "clamp":
+        return "a softmax over space needs its maximum first"
+    low, high = clamp.arguments
+    assert isinstance(low, ScalarOperand) and isinstance(high, ScalarOperand)
+    # Where max < min every value is max.
+    if not math.isfinite(high.value) or high.value - low.value > MAX_CLAMP_RANGE or abs(high.value) > 1e4:
+        return "the clamp is too wide for a softmax without its maximum"
+    return replace(epilogue, softmax=True, bound=high.value)
+
+
+def chain(steps: tuple[Step, ...]) -> int:
+    """The operations of ``steps`` as the kernels read them: one byte each, the first one lowest."""
+    code = 0
+    for place, step in enumerate(steps):
+        operation = OPERATIONS[step.function] if isinstance(step, Pointwise) else LAYER_NORM
+        code |= operation << (8 * place)
+    return code

@@ -1,0 +1,337 @@
+"""A compiled operator on one CUDA device: moves data, fills in pointers and launches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backends.cuda.driver import Context, DeviceArray, device_of, interface_of
+from backends.cuda.lowering import Launch, PackedWeight, Program, Reference, strided_copy
+from backends.cuda.toolkit import Toolkit
+from dispatcher.errors import InputError
+from dispatcher.interface import PlannedLaunch, Tensors, Timings
+
+_VECTOR_BYTES = 16
+
+
+@dataclass
+class _Packed:
+    """Packed weights of one state of a host tensor; returned to the pool when replaced and no longer in use."""
+
+    block: Any
+    size: int
+    source: np.ndarray
+    users: int = 0
+    current: bool = True
+
+
+class CudaExecutable:
+    """See :class:`dispatcher.interface.Executable`."""
+
+    def __init__(
+        self, program: Program, context: Context, compiler: Toolkit, stream: int | None
+    ) -> None:
+        self._program, self._context, self._compiler = program, context, compiler
+        self._foreign_stream = stream
+        self._lock = threading.Lock()
+        self._packed: dict[int, _Packed] = {}
+        with context.active():
+            launches = [*program.launches, *(packed.launch for packed in program.packed)]
+            self._functions = {
+                launch.kernel: context.function(launch.kernel, launch.name, launch.shared_bytes, compiler)
+                for launch in launches
+            }
+            sizes = [table.nbytes for table in program.tables]
+            self._tables = context.allocate(sizes)
+            for block, table in zip(self._tables, program.tables, strict=True):
+                if table.nbytes:
+                    context.driver.memcpy_htod(block, np.ascontiguousarray(table))
+
+    @property
+    def launches(self) -> Sequence[PlannedLaunch]:
+        """The launches that one call makes, in order."""
+        return tuple(self._program.planned)
+
+    def __call__(self, tensors: Tensors, output: Any = None, timings: Timings | None = None) -> Any:
+        """Run once and wait; see :meth:`dispatcher.interface.Executable.__call__`.
+
+        Tensors that expose ``__cuda_array_interface__`` are used in place; where any does, a new result stays on the
+        device too, as a :class:`DeviceArray`. ``output`` may also expose the interface.
+        """
+        operator = self._program.operator
+        on_device = interface_of(output) is not None or (
+            output is None and any(interface_of(tensor) is not None for tensor in tensors.values())
+        )
+        if operator.empty:
+            return self._empty(output, on_device)
+        with self._context.active(), self._context.stream() as stream:
+            call = _Call(self, stream, timings)
+            try:
+                return call.run(tensors, output, on_device)
+            finally:
+                call.close()
+
+    def _empty(self, output: Any, on_device: bool) -> Any:
+        operator = self._program.operator
+        if output is not None:
+            return output
+        if on_device:
+            return DeviceArray(self._context, operator.output_shape, np.dtype(operator.dtype), None, 0)
+        return np.empty(operator.output_shape, operator.dtype)
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def _packed_weights(self, call: _Call, number: int, weight: np.ndarray) -> Iterator[int]:
+        """Address of the packed form of host tensor ``weight``, made again only when its bytes changed."""
+        size = self._program.packed[number].elements * np.dtype(self._program.compute).itemsize
+        with self._lock:
+            packed = self._packed.get(number)
+            if packed is None or not _same_bytes(packed.source, weight):
+                fresh = _Packed(self._context.allocate([size])[0], size, weight.copy())
+                try:
+                    call.pack(self._program.packed[number], call.upload(weight), int(fresh.block))
+                    call.stream.synchronize()
+                except BaseException:
+                    self._context.release([size], [fresh.block])
+                    raise
+                if packed is not None:
+                    packed.current = False
+                    self._drop(packed)
+                packed = self._packed[number] = fresh
+            packed.users += 1
+        try:
+            yield int(packed.block)
+        finally:
+            with self._lock:
+                packed.users -= 1
+                self._drop(packed)
+
+    def _drop(self, packed: _Packed) -> None:
+        if not packed.current and not packed.users:
+            self._context.release([packed.size], [packed.block])
+
+    def __del__(self) -> None:
+        context = getattr(self, "_context", None)
+        if context is not None:
+            context.release([table.nbytes for table in self._program.tables], getattr(self, "_tables", []) or [])
+            for packed in self._packed.values():
+                context.release([packed.size], [packed.block])
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}")))
+
+
+class _Call:
+    """One call: the memory it borrowed and the kernels in flight."""
+
+    def __init__(self, executable: CudaExecutable, stream: Any, timings: Timings | None) -> None:
+        self.executable, self.stream, self.timings = executable, stream, timings
+        self.context = executable._context
+        self.driver = self.context.driver
+        self.program = executable._program
+        self.borrowed: list[tuple[int, Any]] = []
+        self.in_flight: list[str] = []
+        self.events: list[tuple[str, Any, Any]] = []
+
+    def close(self) -> None:
+        """Give borrowed memory back."""
+        self.context.release([size for size, _ in self.borrowed], [block for _, block in self.borrowed])
+
+    def borrow(self, *sizes: int) -> list[int]:
+        """Addresses of device memory for this call."""
+        blocks = self.context.allocate(sizes)
+        self.borrowed += zip(sizes, blocks, strict=True)
+        return [int(block) for block in blocks]
+
+    def upload(self, array: np.ndarray, address: int | None = None) -> int:
+        """Copy a host array to the device; returns its address."""
+        if address is None:
+            (address,) = self.borrow(array.nbytes)
+        self.driver.memcpy_htod_async(address, array, self.stream)
+        return address
+
+    # ---- launches ----------------------------------------------------------------------------------------------
+    def launch(self, launch: Launch, addresses: Mapping[Reference, int]) -> None:
+        parameters = launch.parameters.copy()
+        for path, reference in launch.pointers:
+            place: Any = parameters
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = addresses[reference]
+        start = self.event()
+        try:
+            self.executable._functions[launch.kernel](
+                parameters[()], grid=(launch.blocks, 1, 1), block=(launch.threads, 1, 1),
+                shared=launch.shared_bytes, stream=self.stream,
+            )  # fmt: skip
+        except self.driver.Error as error:
+            raise self.context.failure(f"kernel {launch.name}", error) from error
+        self.in_flight.append(launch.name)
+        if start is not None:
+            self.events.append((launch.name, start, self.event()))
+
+    def event(self) -> Any:
+        """A recorded event, or None where nobody wants times."""
+        if self.timings is None:
+            return None
+        event = self.driver.Event()
+        event.record(self.stream)
+        return event
+
+    def pack(self, packed: PackedWeight, weight: int, address: int) -> None:
+        """Pack a weight tensor that lies at ``weight`` to ``address``."""
+        tables = self.tables()
+        tables[Reference("tensor", packed.tensor)] = weight
+        for path, reference in packed.launch.pointers:
+            if path == ("packed",):
+                tables[reference] = address
+        self.launch(packed.launch, tables)
+
+    def tables(self) -> dict[Reference, int]:
+        """Addresses of the program's tables."""
+        return {Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)}
+
+    # ---- the whole -----------------------------------------------------------------------------------------------
+    def run(self, tensors: Tensors, output: Any, on_device: bool) -> Any:
+        operator, program = self.program.operator, self.program
+        dtype = np.dtype(operator.dtype)
+        result_bytes = math.prod(operator.output_shape) * dtype.itemsize
+        if self.executable._foreign_stream is not None:
+            self.context.wait_for(self.stream, self.executable._foreign_stream)
+        with ExitStack() as stack:
+            start = self.event()
+            hosts = {name: tensor for name, tensor in tensors.items() if interface_of(tensor) is None}
+            weights = {packed.tensor for packed in program.packed}
+            uploads = {name: tensor for name, tensor in hosts.items() if self._is_read(name)}
+            sizes = [tensor.nbytes for tensor in uploads.values()]
+            values = [program.value_bytes(index) for index in program.values]
+            target = self._output_address(output) if output is not None and on_device else None
+            blocks = self.borrow(*sizes, *values, *program.scratch_bytes, *([] if target else [result_bytes]))
+            if target is None:
+                target = blocks[-1]
+            addresses = self.tables()
+            for name, address in zip(uploads, blocks, strict=False):
+                addresses[Reference("tensor", name)] = self.upload(uploads[name], address)
+            for index, address in zip(program.values, blocks[len(sizes) :], strict=False):
+                addresses[Reference("value", index)] = address
+            for number, address in enumerate(blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]):
+                addresses[Reference("scratch", number)] = address
+            addresses[Reference("value", len(operator.steps))] = target
+            for name, tensor in tensors.items():
+                if name not in hosts:
+                    addresses[Reference("tensor", name)] = self._in_place(name, tensor)
+            uploaded = self.event()
+            for number, packed in enumerate(program.packed):
+                if packed.tensor in hosts:
+                    address = stack.enter_context(self.executable._packed_weights(self, number, hosts[packed.tensor]))
+                else:
+                    (address,) = self.borrow(packed.elements * np.dtype(program.compute).itemsize)
+                    self.pack(packed, addresses[Reference("tensor", packed.tensor)], address)
+                addresses[Reference("packed", number)] = address
+            assert weights <= set(tensors)
+            before = self.event()
+            for launch in program.launches:
+                self.launch(launch, addresses)
+            after = self.event()
+            result = self._result(output, on_device, target, result_bytes)
+            done = self.event()
+            self._finish()
+            if self.timings is not None:
+                self.timings.upload_s = 1e-3 * uploaded.time_since(start)
+                self.timings.kernel_s = 1e-3 * after.time_since(before)
+                self.timings.download_s = 1e-3 * done.time_since(after)
+                self.timings.launches = [(name, 1e-3 * b.time_since(a)) for name, a, b in self.events]
+            return result
+
+    def _is_read(self, name: str) -> bool:
+        """Do launches read tensor ``name`` itself, not only its packed form?"""
+        reference = Reference("tensor", name)
+        return any(reference == pointer for launch in self.program.launches for _, pointer in launch.pointers)
+
+    def _finish(self) -> None:
+        try:
+            self.stream.synchronize()
+        except self.driver.Error as error:
+            names = ", ".join(dict.fromkeys(self.in_flight))
+            raise self.context.failure(f"kernel {names}", error) from error
+
+    def _result(self, output: Any, on_device: bool, target: int, size: int) -> Any:
+        operator = self.program.operator
+        dtype = np.dtype(operator.dtype)
+        if on_device and output is None:
+            for place, (length, block) in enumerate(self.borrowed):
+                if int(block) == target:
+                    del self.borrowed[place]
+                    return DeviceArray(self.context, operator.output_shape, dtype, block, length)
+        if on_device:
+            wanted = interface_of(output)
+            assert wanted is not None
+            if wanted["data"][0] != target:
+                self.driver.memcpy_dtod_async(wanted["data"][0], target, size, self.stream)
+            return output
+        result = np.empty(operator.output_shape, dtype) if output is None else output
+        try:
+            self.driver.memcpy_dtoh_async(result, target, self.stream)
+        except self.driver.Error as error:
+            names = ", ".join(dict.fromkeys(self.in_flight))
+            raise self.context.failure(f"kernel {names}", error) from error
+        return result
+
+    # ---- arrays that live on the device --------------------------------------------------------------------------
+    def _check(self, name: str, interface: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+        """Address of an array that must have ``shape`` and the operator's dtype, and be on this device."""
+        dtype = np.dtype(self.program.operator.dtype)
+        if tuple(interface["shape"]) != tuple(shape) or np.dtype(interface["typestr"]) != dtype:
+            raise InputError(
+                f"{name} is {interface['typestr']} of shape {tuple(interface['shape'])}; expected {dtype} of {shape}"
+            )
+        address = int(interface["data"][0])
+        device = device_of(address) if self.driver.Device.count() > 1 else None
+        if device is not None and device != self.context.index:
+            raise InputError(f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array")
+        if interface.get("stream") is not None:
+            self.context.wait_for(self.stream, int(interface["stream"]))
+        return address
+
+    def _in_place(self, name: str, tensor: Any) -> int:
+        """Address of a tensor argument on the device; of a tidy copy where strides or alignment do not suit."""
+        interface = interface_of(tensor)
+        assert interface is not None
+        shape = self.program.operator.tensor_shapes[name]
+        address = self._check(name, interface, shape)
+        itemsize = np.dtype(self.program.operator.dtype).itemsize
+        strides = interface.get("strides")
+        contiguous = np.empty(0, np.uint8)
+        if strides is not None:
+            contiguous = np.lib.stride_tricks.as_strided(np.empty(1, self.program.operator.dtype), shape, strides)
+        tidy = strides is None or bool(contiguous.flags.c_contiguous)
+        if tidy and address % _VECTOR_BYTES == 0:
+            return address
+        (copy,) = self.borrow(math.prod(shape) * itemsize)
+        launch = strided_copy(self.program, shape, None if tidy else [stride // itemsize for stride in strides])
+        function = self.context.function(launch.kernel, launch.name, 0, self.executable._compiler)
+        self.executable._functions[launch.kernel] = function
+        self.launch(launch, {Reference("tensor", "from"): address, Reference("tensor", "to"): copy})
+        return copy
+
+    def _output_address(self, output: Any) -> int | None:
+        """Address to write the result to in place, or None where a copy is needed afterwards."""
+        interface = interface_of(output)
+        assert interface is not None
+        operator = self.program.operator
+        address = self._check("output", interface, operator.output_shape)
+        if interface["data"][1]:
+            raise InputError("output is read-only; expected an array that can be written")
+        strides = interface.get("strides")
+        if strides is not None:
+            view = np.lib.stride_tricks.as_strided(np.empty(1, operator.dtype), operator.output_shape, strides)
+            if not view.flags.c_contiguous:
+                raise InputError("output is not C-contiguous; make it so, or leave it out")
+        return address if address % _VECTOR_BYTES == 0 else None

@@ -1,0 +1,615 @@
+"""From an operator to launches: the plan, the kernels with their defines, and their parameters with holes for pointers.
+
+A launch's parameters are one C structure. Its layout stands here once more as a NumPy dtype; the kernels check the size.
+Pointers are filled in at each call, since a caller's tensors may live anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.cuda import epilogue as epilogues
+from backends.cuda.convolution import fma_tables, halo_tables
+from backends.cuda.epilogue import Epilogue
+from backends.cuda.tiles import FmaTile, HaloTile, Triple, fma_tile, halo_tile
+from backends.cuda.toolkit import Kernel
+from dispatcher.interface import PlannedLaunch
+from dispatcher.operator import Operator
+from dispatcher.planner import Segment, plan
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Shape,
+    Softmax,
+    Step,
+    TensorOperand,
+    ValueOperand,
+)
+
+MAX_GRID = 2**31 - 1
+_GENERAL_BLOCK = 256
+_MAX_HALO_PHASES = 64
+
+_C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
+_STAGE = np.dtype([("a_channels", "u8"), ("b_channels", "u8"), ("a", "f8"), ("b", "f8")], align=True)
+_STAGES = [("stages", _STAGE, 2 * epilogues.MAX_STAGES)]
+_PACK = np.dtype([("weight", "u8"), ("packed", "u8"), ("order", "u8"), ("count", "i8")], align=True)
+_OPERAND = np.dtype(
+    [("data", "u8"), ("number", "f8"), ("stride", "i8", 5), ("wide", "i4"), ("pad", "i4")], align=True
+)
+_ELEMENTWISE = np.dtype(
+    [("x", _OPERAND), ("a", _OPERAND), ("b", _OPERAND), ("y", "u8"), ("count", "i8"), ("extent", "i4", 5),
+     ("operation", "i4")],
+    align=True,
+)  # fmt: skip
+_POOL = np.dtype(
+    [("x", "u8"), ("y", "u8"), ("count", "i8"), ("in", "i4", 3), ("out", "i4", 3), ("window", "i4", 3),
+     ("maximum", "i4")],
+    align=True,
+)  # fmt: skip
+_AXES = np.dtype([("extent", "i8", 6), ("stride", "i8", 6), ("rank", "i4"), ("pad", "i4")], align=True)
+_ROWS = np.dtype(
+    [("x", "u8"), ("y", "u8"), ("weight", "u8"), ("bias", "u8"), ("row", _AXES), ("item", _AXES), ("rows", "i8"),
+     ("items", "i8"), ("channel_stride", "i8"), ("eps", "f8"), ("channels", "i4"), ("function", "i4")],
+    align=True,
+)  # fmt: skip
+_CONV = np.dtype(
+    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("phases", "u8"), ("slots", "u8"), ("terms", "u8"),
+     ("voxels", "i8"), ("tiles", "i8"), ("first_chain", "u8"), ("second_chain", "u8"), ("phase_count", "i8"),
+     ("groups", "i4"), ("in_channels", "i4"), ("out_channels", "i4"), ("padded_channels", "i4"),
+     ("channel_tiles", "i4"), ("term_count", "i4"), ("in", "i4", 3), ("positions", "i4", 3), ("out", "i4", 3),
+     ("stride", "i4", 3), ("residues", "i4", 3), ("axis_slots", "i4", 3), ("fold_maximum", "i4"),
+     ("channel_sum", "i4"), *_STAGES],
+    align=True,
+)  # fmt: skip
+_HALO = np.dtype(
+    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"), ("taps", "u8"),
+     ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"), ("out_channels", "i4"),
+     ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3), ("stride", "i4", 3),
+     ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
+    align=True,
+)  # fmt: skip
+_ROW_FUNCTIONS = {"normalize": 0, "softmax": 1, "sum": 2, "mean": 3, "max": 4, "log_sum_exp": 5}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a pointer in a launch's parameters points to.
+
+    Kinds: ``tensor`` a tensor argument, by name; ``value`` a value of the pipeline, by index; ``table`` a table of the
+    program, ``packed`` its packed weights and ``scratch`` its scratch memory, by number.
+    """
+
+    kind: Literal["tensor", "value", "table", "packed", "scratch"]
+    key: str | int
+
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        name: of the kernel function.
+        kernel: file and defines.
+        blocks: launch size; the grid has one axis only, whose limit is 2^31 - 1.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        parameters: the structure, pointers zero.
+        pointers: where the pointers go, and what they point to.
+    """
+
+    name: str
+    kernel: Kernel
+    blocks: int
+    threads: int
+    shared_bytes: int
+    parameters: NDArray[np.void]
+    pointers: tuple[tuple[Path, Reference], ...]
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight tensor in a convolution's order, ``elements`` computed values; ``launch`` makes it."""
+
+    tensor: str
+    elements: int
+    launch: Launch
+
+
+@dataclass
+class Program:
+    """All that running an operator needs, apart from a device.
+
+    Attributes:
+        launches: in order.
+        planned: the same for people.
+        tables: constant device memory.
+        packed: weights to pack once.
+        scratch_bytes: scratch memory blocks.
+    """
+
+    operator: Operator
+    launches: list[Launch] = field(default_factory=list)
+    planned: list[PlannedLaunch] = field(default_factory=list)
+    tables: list[NDArray[Any]] = field(default_factory=list)
+    packed: list[PackedWeight] = field(default_factory=list)
+    scratch_bytes: list[int] = field(default_factory=list)
+
+    def value_itemsize(self, index: int) -> int:
+        """Bytes of an element of value ``index``."""
+        return np.dtype(self.operator.dtype if index in (0, len(self.operator.steps)) else self.compute).itemsize
+
+    def value_bytes(self, index: int) -> int:
+        """Bytes of value ``index``."""
+        return math.prod(self.operator.steps[index - 1].shape) * self.value_itemsize(index)
+
+    @property
+    def compute(self) -> str:
+        """The dtype that sums and values between launches have."""
+        return "float64" if self.operator.dtype == "float64" else "float32"
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Values between launches: those that some launch writes, apart from the result."""
+        written = {
+            reference.key
+            for launch in self.launches
+            for path, reference in launch.pointers
+            if reference.kind == "value" and path == ("y",)
+        }
+        return tuple(sorted(int(key) for key in written - {len(self.operator.steps)}))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the lowering needs to know of a device.
+
+    Attributes:
+        architecture: compute capability as one number, such as 90.
+        shared_limit: bytes of shared memory that a block may have.
+        processors: multiprocessors.
+    """
+
+    architecture: int
+    shared_limit: int
+    processors: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Tuning choices: ``algorithm`` is ``auto``, ``halo`` or ``fma``; ``tile`` is a box ``(z, y, x)`` or None."""
+
+    algorithm: str = "auto"
+    tile: Triple | None = None
+
+
+class CudaFusion:
+    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`."""
+
+    def __init__(self, operator: Operator, target: Target, options: Options) -> None:
+        self.operator, self.target, self.options = operator, target, options
+
+    def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
+        """A step before a convolution runs once on its own: a block would repeat it for its halo."""
+        return f"{step.op} would be repeated for every halo"
+
+    def epilogue(self, convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Step) -> str | None:
+        """May ``step`` follow ``fused`` in the convolution's launch?"""
+        resident = self.refuses_halo(convolution) is None
+        result = epilogues.extend(self.describe(convolution, fused), convolution, step, resident)
+        if isinstance(result, str):
+            return result
+        if resident and self.halo(convolution, result) is None:
+            return f"no tile that holds {step.op} too fits this device"
+        return None
+
+    def describe(self, convolution: ConvTranspose3d, fused: Sequence[Step]) -> Epilogue:
+        """The epilogue made of steps that were accepted before."""
+        resident = self.refuses_halo(convolution) is None
+        result = Epilogue()
+        for step in fused:
+            extended = epilogues.extend(result, convolution, step, resident)
+            assert isinstance(extended, Epilogue)
+            result = extended
+        return result
+
+    def refuses_halo(self, convolution: ConvTranspose3d) -> str | None:
+        """Why the tensor-core kernel cannot run this convolution, or None."""
+        geometry = convolution.geometry
+        if self.options.algorithm == "fma":
+            return "algorithm fma was asked for"
+        if self.operator.dtype != "float32":
+            return f"tensor cores are used for float32 only, not {self.operator.dtype}"
+        if self.target.architecture < 80:
+            return "TF32 tensor cores need compute capability 8.0"
+        if geometry.groups > 1:
+            return "channel groups take the general kernel"
+        if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
+            return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
+        if self.halo(convolution, Epilogue()) is None:
+            return "no box of inputs fits the shared memory"
+        return None
+
+    def halo(self, convolution: ConvTranspose3d, epilogue: Epilogue) -> HaloTile | None:
+        """The tile for a convolution and its epilogue."""
+        return halo_tile(
+            convolution.geometry,
+            _positions(convolution, epilogue),
+            epilogue.window,
+            folded=epilogue.fold is not None,
+            softmax=epilogue.softmax,
+            split=self.operator.precision == "fp32",
+            shared_limit=self.target.shared_limit,
+            processors=self.target.processors,
+            box=self.options.tile,
+        )
+
+
+def _positions(convolution: ConvTranspose3d, epilogue: Epilogue) -> Triple:
+    """Voxels m per axis that have to be computed."""
+    geometry = convolution.geometry
+    if epilogue.fold is None:
+        counts = [axis.positions for axis in geometry.axes]
+    else:
+        counts = [axis.output // axis.stride for axis in geometry.axes]
+    # A second pooling in floor mode leaves out the rest.
+    counts = [count // window * window for count, window in zip(counts, epilogue.window, strict=True)]
+    return (counts[0], counts[1], counts[2])
+
+
+def lower(operator: Operator, target: Target, options: Options) -> Program:
+    """Plan ``operator`` for ``target`` and make its launches."""
+    return _Lowering(operator, target, options).program
+
+
+class _Lowering:
+    def __init__(self, operator: Operator, target: Target, options: Options) -> None:
+        self.operator, self.target = operator, target
+        self.fusion = CudaFusion(operator, target, options)
+        self.program = Program(operator)
+        for segment in plan(operator, self.fusion):
+            if segment.convolution is None:
+                self.single(segment)
+            else:
+                self.convolution(segment)
+
+    # ---- shared parts ------------------------------------------------------------------------------------------
+    def defines(self, parameters: np.dtype[Any], source: int | None, result: int | None) -> dict[str, int | str]:
+        """Defines that every kernel has: element types, and the size of its parameters."""
+        compute = _C_TYPES[self.program.compute]
+        storage = _C_TYPES[self.operator.dtype]
+        last = len(self.operator.steps)
+        return {
+            "STORAGE": storage,
+            "COMPUTE": compute,
+            "INPUT": storage if source in (0, None) else compute,
+            "OUTPUT": storage if result in (last, None) else compute,
+            "PARAMS_BYTES": parameters.itemsize,
+        }
+
+    def table(self, content: NDArray[Any]) -> Reference:
+        self.program.tables.append(content)
+        return Reference("table", len(self.program.tables) - 1)
+
+    def scratch(self, size: int) -> Reference:
+        self.program.scratch_bytes.append(size)
+        return Reference("scratch", len(self.program.scratch_bytes) - 1)
+
+    def value(self, index: int) -> Reference:
+        return Reference("tensor", self.operator.source) if index == 0 else Reference("value", index)
+
+    def pack(self, tensor: str, order: NDArray[np.int32], use_tf32: bool) -> Reference:
+        if order.size == 0:
+            order = np.full(1, -1, np.int32)
+        number = len(self.program.packed)
+        parameters = np.zeros((), _PACK)
+        parameters["count"] = order.size
+        defines = {**self.defines(_PACK, None, None), "USE_TF32": int(use_tf32)}
+        launch = Launch(
+            "pack_weights", Kernel.of("pack.cu", defines), -(-order.size // _GENERAL_BLOCK), _GENERAL_BLOCK, 0, parameters,
+            ((("weight",), Reference("tensor", tensor)), (("packed",), Reference("packed", number)),
+             (("order",), self.table(order))),
+        )  # fmt: skip
+        self.program.packed.append(PackedWeight(tensor, order.size, launch))
+        return Reference("packed", number)
+
+    def grid(self, threads: int) -> int:
+        """Blocks of a kernel whose threads take several items in turn."""
+        return max(1, min(-(-threads // _GENERAL_BLOCK), 32 * self.target.processors))
+
+    def stages(self, parameters: NDArray[np.void], chains: Sequence[Sequence[Step]]) -> list[tuple[Path, Reference]]:
+        """Fill in the operands of both chains; returns their pointers."""
+        pointers: list[tuple[Path, Reference]] = []
+        for number, steps in enumerate(chains):
+            for place, step in enumerate(steps, start=number * epilogues.MAX_STAGES):
+                operands: tuple[Operand | None, ...]
+                if isinstance(step, Normalize):
+                    operands = (step.weight, step.bias)
+                    parameters["stages"][place]["a"] = step.eps
+                else:
+                    operands = step.operands
+                for name, operand in zip(("a", "b"), operands, strict=False):
+                    if isinstance(operand, ScalarOperand):
+                        parameters["stages"][place][name] = operand.value
+                    elif isinstance(operand, TensorOperand):
+                        pointers.append(
+                            (("stages", place, f"{name}_channels"), Reference("tensor", operand.name))
+                        )
+        return pointers
+
+    # ---- convolutions ------------------------------------------------------------------------------------------
+    def convolution(self, segment: Segment) -> None:
+        assert segment.convolution is not None
+        convolution = self.operator.steps[segment.convolution]
+        assert isinstance(convolution, ConvTranspose3d)
+        epilogue = self.fusion.describe(convolution, segment.epilogue(self.operator))
+        refusal = self.fusion.refuses_halo(convolution)
+        if refusal is None:
+            tile = self.fusion.halo(convolution, epilogue)
+            assert tile is not None
+            self.halo(segment, convolution, epilogue, tile)
+        else:
+            self.fma(segment, convolution, epilogue, refusal)
+
+    def fma(self, segment: Segment, convolution: ConvTranspose3d, epilogue: Epilogue, refusal: str) -> None:
+        geometry, source, result = convolution.geometry, convolution.source, segment.last + 1
+        channels = geometry.out_channels // geometry.groups
+        folded = epilogue.fold is not None
+        tile: FmaTile = fma_tile(channels, np.dtype(self.program.compute).itemsize, folded)
+        channel_tiles = -(-channels // tile.block_n)
+        tables = fma_tables(geometry, channel_tiles * tile.block_n)
+        positions = _positions(convolution, epilogue)
+        p = np.zeros((), _CONV)
+        p["voxels"] = geometry.batch * math.prod(positions)
+        p["phase_count"] = math.prod(tables.residues)
+        p["tiles"] = -(-int(p["voxels"]) // tile.block_m) * geometry.groups * channel_tiles
+        p["tiles"] *= 1 if folded else p["phase_count"]
+        p["first_chain"], p["second_chain"] = epilogues.chain(epilogue.first), epilogues.chain(epilogue.second)
+        p["groups"], p["in_channels"] = geometry.groups, geometry.in_channels // geometry.groups
+        p["out_channels"], p["padded_channels"] = channels, channel_tiles * tile.block_n
+        p["channel_tiles"], p["term_count"] = channel_tiles, len(tables.terms)
+        p["in"], p["positions"] = geometry.input_shape[2:], positions
+        p["out"] = positions if folded else geometry.output_shape[2:]
+        p["stride"] = [axis.stride for axis in geometry.axes]
+        p["residues"], p["axis_slots"] = tables.residues, tables.axis_slots
+        p["fold_maximum"] = epilogue.fold is not None and epilogue.fold.function == "max"
+        p["channel_sum"] = epilogue.channel_sum
+        pointers: list[tuple[Path, Reference]] = [
+            (("x",), self.value(source)),
+            (("w",), self.pack(convolution.weight.name, tables.order, False)),
+            (("y",), Reference("value", result)),
+            (("phases",), self.table(tables.phases)),
+            (("slots",), self.table(tables.slots)),
+            (("terms",), self.table(tables.terms)),
+            *self.stages(p, (epilogue.first, epilogue.second)),
+        ]
+        if convolution.bias is not None:
+            pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
+        kernel = Kernel.of("conv_fma.cu", {**self.defines(_CONV, source, result), **tile.defines})
+        blocks = min(int(p["tiles"]), MAX_GRID)
+        self.program.launches.append(
+            Launch("conv_fma", kernel, blocks, tile.threads, tile.shared_bytes, p, tuple(pointers))
+        )
+        detail: dict[str, str | int | float] = {
+            "tile": f"{tile.block_m} voxels x {tile.block_n} channels",
+            "phases": int(p["phase_count"]),
+            "threads": tile.threads,
+            "shared_bytes": tile.shared_bytes,
+            "why": refusal,
+        }
+        algorithm = f"phase-decomposed implicit GEMM, {self.program.compute} FMA"
+        self.describe("conv_fma", segment, algorithm, detail)
+
+    def halo(self, segment: Segment, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile) -> None:
+        geometry, source, result = convolution.geometry, convolution.source, segment.last + 1
+        split = self.operator.precision == "fp32"
+        tables = halo_tables(geometry, tile)
+        positions = _positions(convolution, epilogue)
+        out = self.operator.steps[segment.last].shape
+        vector = geometry.width.input % 4 == 0
+        boxes = [-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True)]
+        p = np.zeros((), _HALO)
+        p["tile_weights"] = tables.tile_weights
+        p["pass_count"], p["step_count"] = len(tables.passes), len(tables.taps)
+        p["out_channels"] = geometry.out_channels
+        p["channel_tiles"] = -(-geometry.out_channels // tile.block_n)
+        p["in"], p["out"] = geometry.input_shape[2:], out[2:]
+        p["limit"] = positions if epilogue.fold is not None else geometry.output_shape[2:]
+        p["stride"], p["tiles"] = [axis.stride for axis in geometry.axes], boxes
+        p["pair_stores"] = geometry.width.output % 2 == 0
+        p["softmax_bound"] = epilogue.bound
+        pointers: list[tuple[Path, Reference]] = [
+            (("x",), self.value(source)),
+            (("w",), self.pack(convolution.weight.name, tables.order, not split)),
+            (("y",), Reference("value", result)),
+            (("passes",), self.table(tables.passes)),
+            (("taps",), self.table(tables.taps)),
+            *self.stages(p, (epilogue.first, epilogue.second)),
+        ]
+        if convolution.bias is not None:
+            pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
+        blocks = math.prod(boxes) * geometry.batch * int(p["channel_tiles"])
+        if epilogue.softmax:
+            partial = self.scratch(4 * blocks * tile.block_n)
+            pointers.append((("partial",), partial))
+        fold = 0 if epilogue.fold is None else 1 + (epilogue.fold.function == "max")
+        base: dict[str, int | str] = {
+            **self.defines(_HALO, source, result),
+            **tile.defines,
+            "USE_3XTF32": int(split),
+            "USE_VECTOR_X": int(vector),
+            "FOLD": fold,
+            "POOL_Z": epilogue.window[0],
+            "POOL_Y": epilogue.window[1],
+            "POOL_X": epilogue.window[2],
+            "CHANNEL_SUM": int(epilogue.channel_sum),
+            "FIRST_CHAIN": f"0x{epilogues.chain(epilogue.first):x}ull",
+            "SECOND_CHAIN": f"0x{epilogues.chain(epilogue.second):x}ull",
+        }
+        detail: dict[str, str | int | float] = {
+            "tile": "x".join(map(str, tile.tile)) + f" voxels x {tile.block_n} channels, all phases",
+            "phases": math.prod(len([phase for phase in axis.phases if phase.count]) for axis in geometry.axes),
+            "threads": tile.threads,
+            "shared_bytes": tile.shared_bytes,
+        }
+        algorithm = "resident halo on tensor cores, " + ("3xTF32 with promoted sums" if split else "TF32")
+        for softmax in (1, 2) if epilogue.softmax else (0,):
+            kernel = Kernel.of("conv_halo.cu", {**base, "SOFTMAX": softmax})
+            self.program.launches.append(
+                Launch("conv_halo", kernel, blocks, tile.threads, tile.shared_bytes, p, tuple(pointers))
+            )
+            passes = {0: "", 1: "; first pass: sums of exponentials", 2: "; second pass: the result"}
+            self.describe("conv_halo", segment, algorithm + passes[softmax], detail)
+
+    def describe(self, name: str, segment: Segment, algorithm: str, detail: dict[str, str | int | float]) -> None:
+        steps = tuple(step.op for step in self.operator.steps[segment.first : segment.last + 1])
+        self.program.planned.append(PlannedLaunch(name, steps, algorithm, detail, segment.note))
+
+    # ---- steps of their own ------------------------------------------------------------------------------------
+    def single(self, segment: Segment) -> None:
+        step = self.operator.steps[segment.first]
+        result = segment.first + 1
+        if isinstance(step, Pointwise):
+            self.elementwise(step, result)
+        elif isinstance(step, Pool):
+            self.pool(step, result)
+        else:
+            assert isinstance(step, Normalize | Softmax | Reduce)
+            self.rows(step, result)
+        launch = self.program.launches[-1]
+        self.describe(launch.name, segment, "one kernel for the step", {"blocks": launch.blocks, "threads": launch.threads})
+
+    def elementwise(self, step: Pointwise, result: int) -> None:
+        p = np.zeros((), _ELEMENTWISE)
+        p["count"], p["extent"] = math.prod(step.shape), step.shape
+        p["operation"] = epilogues.OPERATIONS[step.function]
+        pointers: list[tuple[Path, Reference]] = [(("y",), Reference("value", result))]
+        source = ValueOperand(step.source, step.input_shape)
+        for name, operand in zip(("x", "a", "b"), (source, *step.arguments), strict=False):
+            if isinstance(operand, ScalarOperand):
+                p[name]["number"] = operand.value
+                continue
+            p[name]["stride"] = broadcast_strides(operand.shape)
+            if isinstance(operand, ValueOperand):
+                p[name]["wide"] = operand.value > 0
+                pointers.append(((name, "data"), self.value(operand.value)))
+            else:
+                pointers.append(((name, "data"), Reference("tensor", operand.name)))
+        kernel = Kernel.of("elementwise.cu", self.defines(_ELEMENTWISE, None, result))
+        self.program.launches.append(
+            Launch("elementwise", kernel, self.grid(int(p["count"])), _GENERAL_BLOCK, 0, p, tuple(pointers))
+        )
+
+    def pool(self, step: Pool, result: int) -> None:
+        p = np.zeros((), _POOL)
+        p["count"], p["in"], p["out"] = math.prod(step.shape), step.input_shape[2:], step.shape[2:]
+        p["window"], p["maximum"] = step.window, step.function == "max"
+        kernel = Kernel.of("pool.cu", self.defines(_POOL, step.source, result))
+        pointers = ((("x",), self.value(step.source)), (("y",), Reference("value", result)))
+        self.program.launches.append(
+            Launch("pool", kernel, self.grid(int(p["count"])), _GENERAL_BLOCK, 0, p, pointers)
+        )
+
+    def rows(self, step: Normalize | Softmax | Reduce, result: int) -> None:
+        groups = step.groups if isinstance(step, Normalize) else 1
+        kept, items = split_axes(step.input_shape, step.axes, groups)
+        p = np.zeros((), _ROWS)
+        p["rows"], p["items"] = math.prod(e for e, _ in kept), math.prod(e for e, _ in items)
+        for name, axes in (("row", kept), ("item", items)):
+            p[name]["rank"] = len(axes)
+            for axis, (extent, stride) in enumerate(axes):
+                p[name]["extent"][axis], p[name]["stride"][axis] = extent, stride
+        p["channels"], p["channel_stride"] = step.input_shape[1], math.prod(step.input_shape[2:])
+        pointers: list[tuple[Path, Reference]] = [
+            (("x",), self.value(step.source)),
+            (("y",), Reference("value", result)),
+        ]
+        if isinstance(step, Normalize):
+            p["function"], p["eps"] = _ROW_FUNCTIONS["normalize"], step.eps
+            for field_name, operand in (("weight", step.weight), ("bias", step.bias)):
+                if operand is not None:
+                    pointers.append(((field_name,), Reference("tensor", operand.name)))
+        else:
+            p["function"] = _ROW_FUNCTIONS["softmax" if isinstance(step, Softmax) else step.function]
+        rows, length = int(p["rows"]), int(p["items"])
+        by_block = length > 1 and (items[-1][1] == 1 or rows < 32 * self.target.processors)
+        if by_block:
+            threads = min(_GENERAL_BLOCK, max(32, 1 << (length - 1).bit_length()))
+            blocks = min(rows, MAX_GRID)
+        else:
+            threads, blocks = _GENERAL_BLOCK, self.grid(rows)
+        name = "rows_by_block" if by_block else "rows_by_thread"
+        kernel = Kernel.of("rows.cu", self.defines(_ROWS, step.source, result))
+        self.program.launches.append(Launch(name, kernel, blocks, threads, 0, p, tuple(pointers)))
+
+
+def broadcast_strides(shape: Shape) -> list[int]:
+    """Element strides of a contiguous tensor that broadcasts: 0 where an extent is 1."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(0 if extent == 1 else step)
+        step *= extent
+    return strides[::-1]
+
+
+Axes = list[tuple[int, int]]
+
+
+def split_axes(shape: Shape, reduced: Sequence[int], groups: int) -> tuple[Axes, Axes]:
+    """Extent and stride of the kept and the reduced axes of a contiguous tensor, neighbours merged, none empty.
+
+    With ``groups > 1`` the channel axis counts as two: groups, which are kept, and the channels of one.
+    """
+    kept: Axes = []
+    items: Axes = []
+    step = math.prod(shape)
+    parts: list[tuple[int, bool]] = []
+    for axis, extent in enumerate(shape):
+        if axis == 1 and groups > 1:
+            parts += [(groups, False), (extent // groups, True)]
+        else:
+            parts.append((extent, axis in reduced))
+    for extent, is_item in parts:
+        step //= extent
+        if extent == 1:
+            continue
+        axes = items if is_item else kept
+        if axes and axes[-1][1] == extent * step:
+            axes[-1] = (axes[-1][0] * extent, step)
+        else:
+            axes.append((extent, step))
+    return kept or [(1, 0)], items or [(1, 0)]
+
+
+def strided_copy(program: Program, shape: Sequence[int], strides: Sequence[int] | None) -> Launch:
+    """A launch that copies tensor ``from``, with ``strides`` in elements (None: contiguous), to contiguous ``to``."""
+    lead = 5 - len(shape)
+    extents: Shape = (*([1] * lead), *shape)  # type: ignore[assignment]
+    p = np.zeros((), _ELEMENTWISE)
+    p["count"], p["extent"] = math.prod(shape), extents
+    p["x"]["stride"] = broadcast_strides(extents) if strides is None else [*([0] * lead), *strides]
+    storage = _C_TYPES[program.operator.dtype]
+    defines: dict[str, int | str] = {
+        "STORAGE": storage, "COMPUTE": _C_TYPES[program.compute], "INPUT": storage, "OUTPUT": storage,
+        "PARAMS_BYTES": _ELEMENTWISE.itemsize,
+    }  # fmt: skip
+    pointers: tuple[tuple[Path, Reference], ...] = (
+        (("x", "data"), Reference("tensor", "from")),
+        (("y",), Reference("tensor", "to")),
+    )
+    blocks = max(1, min(-(-int(p["count"]) // _GENERAL_BLOCK), MAX_GRID))
+    return Launch("elementwise", Kernel.of("elementwise.cu", defines), blocks, _GENERAL_BLOCK, 0, p, pointers)

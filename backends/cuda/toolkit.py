@@ -1,0 +1,197 @@
+"""nvcc: finding it, asking it what it can do, and compiling kernels through a cache of cubins.
+
+The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one. The cache lies in the
+user's cache folder; a file there holds a digest and the cubin, so that a damaged one is noticed and made again, and a
+folder that cannot be written only costs the time to compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from dispatcher.errors import BuildError
+
+KERNELS = Path(__file__).parent / "kernels"
+ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
+_PROBE_TIMEOUT_S = 2.0
+_COMPILE_TIMEOUT_S = 300.0
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A compiler that answered.
+
+    Attributes:
+        command: how it is called.
+        version: all that it says of its version.
+        release: ``(major, minor)`` of the toolkit, or None when the text does not say.
+    """
+
+    command: tuple[str, ...]
+    version: str
+    release: tuple[int, int] | None
+
+
+def find() -> Toolkit | str:
+    """The compiler, or why there is none."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        words = shlex.split(named)
+        if not words or shutil.which(words[0]) is None:
+            return f"{ENVIRONMENT_VARIABLE} is {named!r}, which is not a program; set it to the path of nvcc"
+        return _ask(tuple(words))
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
+    if path is None:
+        return f"nvcc is not on PATH; install the CUDA toolkit or set {ENVIRONMENT_VARIABLE} to its path"
+    return _ask((path,))
+
+
+@lru_cache(maxsize=8)
+def _ask(command: tuple[str, ...]) -> Toolkit | str:
+    try:
+        answer = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{shlex.join(command)} --version did not work: {error}"
+    version = answer.stdout.strip()
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    return Toolkit(command, version, None if release is None else (int(release[1]), int(release[2])))
+
+
+@lru_cache(maxsize=8)
+def architectures(toolkit: Toolkit) -> frozenset[int]:
+    """Architectures that the compiler makes code for, such as 90; empty when it does not say."""
+    try:
+        answer = subprocess.run(
+            [*toolkit.command, "--list-gpu-code"],
+            capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    return frozenset(int(number) for number in re.findall(r"\bsm_(\d+)\b", answer.stdout))
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root and os.path.isabs(root) else Path.home() / ".cache"
+    return base / "kernel-dispatcher" / "cuda"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel file with its defines: what is compiled.
+
+    Attributes:
+        file: name of a file in the kernels folder.
+        defines: macro name and value, sorted.
+    """
+
+    file: str
+    defines: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(file: str, defines: Mapping[str, int | str]) -> Kernel:
+        """A kernel from a mapping of defines."""
+        return Kernel(file, tuple(sorted((name, str(value)) for name, value in defines.items())))
+
+    def arguments(self) -> list[str]:
+        """The compiler's options for the defines."""
+        return [f"-D{name}={value}" for name, value in self.defines]
+
+
+@lru_cache(maxsize=1)
+def _sources() -> bytes:
+    return b"\0".join(path.read_bytes() for path in sorted(KERNELS.iterdir()) if path.suffix in (".cu", ".cuh"))
+
+
+def _key(kernel: Kernel, architecture: int, toolkit: Toolkit) -> str:
+    digest = hashlib.sha256(_sources())
+    digest.update(repr((kernel, architecture, toolkit.command, toolkit.version)).encode())
+    return digest.hexdigest()[:40]
+
+
+def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, fresh: bool = False) -> bytes:
+    """Machine code of ``kernel``, from the cache where it is there.
+
+    Args:
+        architecture: compute capability as one number, such as 90.
+        device: the device's name, for messages.
+        fresh: compile even if the cache has it.
+
+    Raises:
+        BuildError: the compiler refused it, or did not run.
+    """
+    path = cache_folder() / f"{_key(kernel, architecture, toolkit)}.cubin"
+    if not fresh:
+        with suppress(OSError):
+            content = path.read_bytes()
+            digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+            if image and hashlib.sha256(image).digest() == digest:
+                return image
+    image = compile_kernel(kernel, architecture, toolkit, device)
+    _keep(path, hashlib.sha256(image).digest() + image)
+    return image
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Write a cache file at once and whole, if the folder allows it."""
+    with suppress(OSError):
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+def command_line(kernel: Kernel, architecture: int, toolkit: Toolkit, output: Path) -> list[str]:
+    """How the compiler is called."""
+    return [
+        *toolkit.command, "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-I", str(KERNELS),
+        *kernel.arguments(), "-o", str(output), str(KERNELS / kernel.file),
+    ]  # fmt: skip
+
+
+def compile_kernel(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str) -> bytes:
+    """Run the compiler; arguments and errors as for :func:`cubin`."""
+    where = f"{kernel.file} for {device} (compute capability {architecture // 10}.{architecture % 10})"
+    with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
+        output = Path(folder) / "kernel.cubin"
+        command = command_line(kernel, architecture, toolkit, output)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, cwd=folder, check=False
+            )
+            image = output.read_bytes() if done.returncode == 0 else b""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
+    log = f"{done.stdout}{done.stderr}".strip()
+    if not image:
+        raise BuildError(f"nvcc refused {where}: {_first_error(log, done.returncode)}", f"{shlex.join(command)}\n{log}")
+    return image
+
+
+def _first_error(log: str, code: int) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    wrong = [line for line in lines if re.search(r"error|fatal|unsupported", line, re.IGNORECASE)]
+    return (wrong or lines or [f"exit status {code} without a message"])[0]

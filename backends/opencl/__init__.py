@@ -1,0 +1,5 @@
+"""OpenCL backend: any OpenCL device through PyOpenCL; CPUs through PoCL or Intel's runtime."""
+
+from backends.opencl.backend import OpenClBackend
+
+BACKEND = OpenClBackend()

@@ -1,0 +1,100 @@
+"""The OpenCL backend: probing, what it supports, compilation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Device, Executable
+from dispatcher.operator import Operator
+
+#: Algorithms that a user may ask for.
+ALGORITHMS = ("auto", "direct", "winograd", "gather")
+
+
+class OpenClBackend:
+    """See :class:`dispatcher.interface.Backend`. PyOpenCL is imported by the first probe."""
+
+    name = "opencl"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runtimes: dict[int, Any] = {}
+
+    def probe(self) -> Sequence[Device]:
+        try:
+            from backends.opencl.runtime import find_devices
+        except Exception as error:
+            return [
+                self._missing(
+                    f"PyOpenCL cannot be imported: {_line(error)}; pip install 'kernel-dispatcher[cpu]'"
+                )
+            ]
+        try:
+            found = find_devices()
+        except Exception as error:
+            return [
+                self._missing(f"no OpenCL platform: {_line(error)}; pip install 'kernel-dispatcher[cpu]'")
+            ]
+        if not found:
+            return [self._missing("OpenCL platforms were found, but none has a device")]
+        devices = []
+        for index, each in enumerate(found):
+            reason = None
+            try:
+                self._open(index, each)
+            except Exception as error:
+                reason = f"the device cannot be opened: {_line(error)}"
+            devices.append(
+                Device(
+                    self.name, index, each.name, cast(Any, each.kind), reason is None, reason, each.details
+                )
+            )
+        return devices
+
+    def supports(self, operator: Operator, device: Device) -> str | None:
+        if operator.precision != "fp32":
+            return f"precision {operator.precision} exists on CUDA tensor cores only"
+        if operator.dtype == "float64" and self._runtime(device).facts.vec_double == 0:
+            return "the device has no double precision (cl_khr_fp64)"
+        return None
+
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
+        from backends.opencl.executable import OpenClExecutable
+
+        unknown = set(options) - {"algorithm"}
+        if unknown:
+            raise InputError(f"option {min(unknown)!r} is unknown to backend opencl; it takes: algorithm")
+        algorithm = options.get("algorithm", "auto")
+        if algorithm not in ALGORITHMS:
+            raise InputError(f"algorithm is {algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
+        runtime = self._runtime(device)
+        if algorithm == "auto" and not runtime.facts.cpu:
+            algorithm = "gather"
+        return OpenClExecutable(runtime, operator, algorithm)
+
+    def _open(self, index: int, found: Any) -> Any:
+        from backends.opencl.runtime import OpenClRuntime
+
+        with self._lock:
+            if index not in self._runtimes:
+                self._runtimes[index] = OpenClRuntime(found.platform, found.device)
+            return self._runtimes[index]
+
+    def _runtime(self, device: Device) -> Any:
+        if device.index not in self._runtimes:
+            self.probe()
+        runtime = self._runtimes.get(device.index)
+        if runtime is None:
+            raise DeviceError(f"{device.id} is not available; `dispatcher devices` lists what is")
+        return runtime
+
+    def _missing(self, reason: str) -> Device:
+        return Device(self.name, 0, "no OpenCL device", "unknown", False, reason)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error, or its type's name."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

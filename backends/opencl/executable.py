@@ -1,0 +1,456 @@
+"""A compiled operator on one OpenCL device: its launches, buffers and packed weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import pyopencl as cl
+
+from backends.opencl import lines
+from backends.opencl.fusion import LineFusion, riders, sort_epilogue
+from backends.opencl.render import OperandLayout, kernel_source
+from backends.opencl.runtime import OpenClRuntime
+from backends.opencl.steps import StepSource, lower_gather, lower_step
+from backends.opencl.tiles import LineLayout
+from backends.opencl.winograd import pack_winograd_weights
+from dispatcher.errors import DeviceMemoryError, KernelError
+from dispatcher.interface import PlannedLaunch, Tensors, Timings
+from dispatcher.operator import Operator
+from dispatcher.planner import Segment, plan
+from dispatcher.steps import ConvTranspose3d, Pointwise, ScalarOperand, TensorOperand, ValueOperand
+
+#: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
+#: nothing, and no runtime can then pile all of them onto one thread.
+WORKERS_PER_UNIT = 4
+HALF_RUN = 1024
+
+
+def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    """True when two C-contiguous arrays of one shape and dtype hold the same bytes (NaN included)."""
+    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+
+
+class Remembered:
+    """A device buffer made from some tensors, made again only when their bytes have changed."""
+
+    def __init__(self) -> None:
+        self.buffer: Any = None
+        self._copies: dict[str, np.ndarray] = {}
+
+    def stale(self, tensors: Tensors, names: Sequence[str]) -> bool:
+        """True when the buffer has to be made; remembers the tensors' bytes."""
+        if self.buffer is not None and all(same_bytes(self._copies[name], tensors[name]) for name in names):
+            return False
+        self._copies = {name: np.array(tensors[name]) for name in names}
+        return True
+
+
+@dataclass
+class Call:
+    """The state of one call while its launches are enqueued."""
+
+    queue: Any
+    tensors: Tensors
+    values: dict[int, Any]
+    tensor_buffers: dict[str, Any] = field(default_factory=dict)
+    events: list[tuple[str, Any]] = field(default_factory=list)
+
+
+class Launch(Protocol):
+    """One kernel launch."""
+
+    planned: PlannedLaunch
+    output: int
+
+    def prepare(self, tensors: Tensors) -> bool:
+        """Bring packed weights and operands up to date; False when the weights rule this launch out."""
+
+    def enqueue(self, call: Call) -> None:
+        """Enqueue the kernel."""
+
+
+class _Operands:
+    """The ``operands`` buffer of a launch: scalars, and per-channel tensors of the current call."""
+
+    def __init__(self, runtime: OpenClRuntime, layout: OperandLayout, real: np.dtype[Any]) -> None:
+        self._runtime, self._layout, self._real = runtime, layout, real
+        self._remembered = Remembered()
+        self._names = [operand.name for _, operand in layout.entries if isinstance(operand, TensorOperand)]
+
+    @property
+    def buffer(self) -> Any:
+        return self._remembered.buffer
+
+    def update(self, tensors: Tensors) -> None:
+        if not self._remembered.stale(tensors, self._names):
+            return
+        values = np.zeros(self._layout.size, self._real)
+        for offset, operand in self._layout.entries:
+            if isinstance(operand, ScalarOperand):
+                values[offset] = operand.value
+            elif isinstance(operand, TensorOperand):
+                values[offset : offset + operand.shape[1]] = np.ravel(tensors[operand.name])
+        self._remembered.buffer = self._runtime.constant(values)
+
+
+class LinesLaunch:
+    """A convolution over lines with its fused steps, direct or Winograd."""
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        operator: Operator,
+        segment: Segment,
+        real: np.dtype[Any],
+        algorithm: str,
+    ) -> None:
+        facts = runtime.facts
+        double = real == np.float64
+        convolution = operator.steps[segment.convolution or 0]
+        assert isinstance(convolution, ConvTranspose3d)
+        epilogue = sort_epilogue(segment.epilogue(operator))
+        vec = facts.vec_double if double else facts.vec
+        tile, reason = lines.choose(convolution.geometry, epilogue.fold, vec, facts, real.itemsize, algorithm)
+        self._layout = LineLayout(convolution.geometry, epilogue.fold, tile)
+        self.guarded = tile.winograd
+        self._pack = pack_winograd_weights if tile.winograd else lines.pack_direct_weights
+        weight_shape = convolution.geometry.weight_shape
+        _, starts = self._pack(np.zeros(weight_shape, np.float32), self._layout)
+        last = operator.steps[segment.last]
+        prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
+        source = lines.render(
+            self._layout, convolution, prologue, epilogue, last.shape, phase_weights=starts, double=double
+        )
+        self.source, self.output = operator.steps[segment.first].source, segment.last + 1
+        self._runtime, self._real, self._weight = runtime, real, convolution.weight.name
+        self._weights = Remembered()
+        self._finite = True
+        self._operands = _Operands(runtime, source.operands, real)
+        self._items = source.items * last.shape[0]
+        self._workers = min(facts.compute_units * WORKERS_PER_UNIT, max(1, self._items))
+        self._kernel = getattr(runtime.program(source.text), source.kernel)
+        self.scratch_bytes = self._workers * source.scratch * real.itemsize
+        self._scratch: Any = None
+        self._counter = runtime.constant(np.zeros(3, np.int32))
+        steps = operator.steps[segment.first : segment.last + 1]
+        self.planned = PlannedLaunch(
+            source.kernel,
+            tuple(step.op for step in steps),
+            "winograd" if tile.winograd else "direct",
+            {
+                "why": reason,
+                "vector": tile.vec,
+                "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
+                "box": f"{tile.box_d}x{tile.box_h}",
+                "line": "flat" if tile.flat else "rows",
+                "lanes_used": round(self._layout.lanes_used, 3),
+                "scratch_bytes_per_worker": source.scratch * real.itemsize,
+                "items": self._items,
+                "workers": self._workers,
+            },
+            segment.note,
+        )
+
+    def prepare(self, tensors: Tensors) -> bool:
+        self._operands.update(tensors)
+        if self._weights.stale(tensors, [self._weight]):
+            weight = np.asarray(tensors[self._weight], self._real)
+            # Lines hold zeros for what lies outside the tensor, and zero times infinity is not zero.
+            self._finite = bool(np.isfinite(weight).all())
+            with np.errstate(invalid="ignore"):
+                self._weights.buffer = self._runtime.constant(self._pack(weight, self._layout)[0])
+        return self._finite
+
+    def met_nonfinite(self, queue: Any) -> bool:
+        """Whether a finished Winograd launch met data that it is not right on; clears the flag."""
+        if not self.guarded:
+            return False
+        flags = np.empty(3, np.int32)
+        cl.enqueue_copy(queue, flags, self._counter, is_blocking=True)
+        if flags[2]:
+            cl.enqueue_copy(queue, self._counter, np.zeros(3, np.int32), is_blocking=True)
+        return bool(flags[2])
+
+    def enqueue(self, call: Call) -> None:
+        if self._scratch is None:
+            self._scratch = self._runtime.buffer(self.scratch_bytes)
+            cl.enqueue_fill_buffer(call.queue, self._scratch, self._real.type(0), 0, self.scratch_bytes)
+        self._kernel.set_args(
+            call.values[self.source],
+            self._weights.buffer,
+            self._operands.buffer,
+            call.values[self.output],
+            self._scratch,
+            self._counter,
+            np.int32(self._items),
+        )
+        event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, (self._workers,), (1,))
+        call.events.append((self.planned.name, event))
+
+
+class StepLaunch:
+    """A single step, or a gather convolution, with the pointwise steps that ride on its store."""
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        operator: Operator,
+        first: int,
+        last: int,
+        real: np.dtype[Any],
+        note: str,
+    ) -> None:
+        step = operator.steps[first]
+        chain = [rider for rider in operator.steps[first + 1 : last + 1] if isinstance(rider, Pointwise)]
+        name = "double" if real == np.float64 else "float"
+        facts = runtime.facts
+        vec = max(1, facts.vec_double if name == "double" else facts.vec)
+        lowered: StepSource
+        if isinstance(step, ConvTranspose3d):
+            lowered = lower_gather(step, chain, name)
+        else:
+            lowered = lower_step(step, chain, name, vec)
+        self.source, self.output = step.source, last + 1
+        self._operands = _Operands(runtime, lowered.operands, real)
+        self._buffers = lowered.buffers
+        self._count = lowered.count
+        self._local = 1 if facts.cpu else 64
+        self._kernel = getattr(runtime.program(lowered.text), lowered.kernel)
+        algorithm = "gather" if isinstance(step, ConvTranspose3d) else "step"
+        ops = tuple(each.op for each in operator.steps[first : last + 1])
+        self.planned = PlannedLaunch(lowered.kernel, ops, algorithm, {"items": self._count}, note)
+
+    def prepare(self, tensors: Tensors) -> bool:
+        self._operands.update(tensors)
+        return True
+
+    def enqueue(self, call: Call) -> None:
+        extra = []
+        for operand in self._buffers:
+            if isinstance(operand, TensorOperand):
+                extra.append(call.tensor_buffers[operand.name])
+            elif isinstance(operand, ValueOperand):
+                extra.append(call.values[operand.value])
+        arguments = [call.values[self.source], self._operands.buffer, call.values[self.output]]
+        if self.planned.algorithm == "gather":
+            arguments = [arguments[0], *extra, *arguments[1:]]
+            extra = []
+        self._kernel.set_args(*arguments, np.uint64(self._count), *extra)
+        size = -(-self._count // self._local) * self._local
+        event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, (size,), (self._local,))
+        call.events.append((self.planned.name, event))
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Tensors it reads as buffers of their own."""
+        return [operand.name for operand in self._buffers if isinstance(operand, TensorOperand)]
+
+
+def _step_launches(
+    runtime: OpenClRuntime, operator: Operator, first: int, last: int, real: np.dtype[Any], note: str
+) -> list[Launch]:
+    """Launches of steps ``first .. last``, each with its riders."""
+    launches: list[Launch] = []
+    index = first
+    while index <= last:
+        end = riders(operator, index, last)
+        launches.append(StepLaunch(runtime, operator, index, end, real, note if end == last else ""))
+        index = end + 1
+    return launches
+
+
+def fused_launches(
+    runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any], algorithm: str
+) -> list[Launch]:
+    """The launches of an operator on a CPU device; ``algorithm`` is auto, direct or winograd."""
+    launches: list[Launch] = []
+    segments = list(plan(operator, LineFusion()))
+    position = 0
+    while position < len(segments):
+        segment = segments[position]
+        if segment.convolution is not None:
+            launches.append(LinesLaunch(runtime, operator, segment, real, algorithm))
+            position += 1
+            continue
+        end = position
+        while end + 1 < len(segments) and segments[end + 1].convolution is None:
+            end += 1
+        launches += _step_launches(runtime, operator, segment.first, segments[end].last, real, segment.note)
+        position = end + 1
+    return launches
+
+
+def plain_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any]) -> list[Launch]:
+    """The launches of an operator with every convolution gathered element by element."""
+    return _step_launches(runtime, operator, 0, len(operator.steps) - 1, real, "")
+
+
+class OpenClExecutable:
+    """See :class:`dispatcher.interface.Executable`. Calls from several threads take turns."""
+
+    def __init__(self, runtime: OpenClRuntime, operator: Operator, algorithm: str) -> None:
+        self._runtime, self._operator = runtime, operator
+        self._half = operator.dtype == "float16"
+        self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
+        self._lock = threading.Lock()
+        self._queue = runtime.queue()
+        self._plans: dict[str, list[Launch]] = {}
+        self._launches = self._plan(algorithm)
+        self._intermediate: dict[int, Any] = {}
+        self._check_memory()
+
+    def _plan(self, algorithm: str) -> list[Launch]:
+        """The launches of one algorithm, made when first needed."""
+        if algorithm not in self._plans:
+            if algorithm == "gather":
+                made = plain_launches(self._runtime, self._operator, self._real)
+            else:
+                made = fused_launches(self._runtime, self._operator, self._real, algorithm)
+            self._plans[algorithm] = made
+        return self._plans[algorithm]
+
+    @property
+    def launches(self) -> Sequence[PlannedLaunch]:
+        return [launch.planned for launch in self._launches]
+
+    def _value_bytes(self, index: int) -> int:
+        step = self._operator.steps[index - 1]
+        return int(np.prod(step.shape, dtype=np.int64)) * self._real.itemsize
+
+    def _check_memory(self) -> None:
+        facts, operator = self._runtime.facts, self._operator
+        named = {
+            f"tensor {name}": int(np.prod(shape, dtype=np.int64)) * self._real.itemsize
+            for name, shape in operator.tensor_shapes.items()
+        }
+        for launch in self._launches:
+            where = (
+                "output"
+                if launch.output == len(operator.steps)
+                else f"value behind {operator.steps[launch.output - 1].op}"
+            )
+            named[where] = self._value_bytes(launch.output)
+            if isinstance(launch, LinesLaunch):
+                named[f"scratch of {launch.planned.name}"] = launch.scratch_bytes
+        name, largest = max(named.items(), key=lambda item: item[1])
+        device = self._runtime.device.name.strip()
+        if largest > facts.largest_buffer:
+            raise DeviceMemoryError(
+                f"{device}: the {name} takes {largest} bytes, more than the device's largest buffer of "
+                f"{facts.largest_buffer} bytes; use a smaller batch, or device numpy"
+            )
+        if sum(named.values()) > facts.global_memory:
+            raise DeviceMemoryError(
+                f"{device}: the operator takes {sum(named.values())} bytes, more than the device's memory of "
+                f"{facts.global_memory} bytes; use a smaller batch, or device numpy"
+            )
+
+    def __call__(
+        self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None
+    ) -> np.ndarray:
+        dtype = np.dtype(self._operator.dtype)
+        if output is None:
+            output = self._runtime.host.empty(self._operator.output_shape, dtype)
+        with self._lock:
+            try:
+                self._run(tensors, output, timings)
+            except cl.Error as error:
+                raise self._failure(error) from error
+        return output
+
+    def _failure(self, error: Exception) -> KernelError:
+        device = self._runtime.device.name.strip()
+        names = ", ".join(launch.planned.name for launch in self._launches)
+        if isinstance(error, cl.MemoryError):
+            return DeviceMemoryError(
+                f"{device}: out of memory while running {names}: {error}; use a smaller batch"
+            )
+        return KernelError(f"{device}: running {names} failed: {error}")
+
+    def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
+        launches = self._launches
+        if not all([launch.prepare(tensors) for launch in launches]):
+            launches = self._plan("gather")
+            for launch in launches:
+                launch.prepare(tensors)
+        self._run_launches(launches, tensors, output, timings)
+        # Every guard is read, so that none stays set for the next call.
+        if any([launch.met_nonfinite(self._queue) for launch in launches if isinstance(launch, LinesLaunch)]):
+            launches = self._plan("direct")
+            for launch in launches:
+                launch.prepare(tensors)
+            self._run_launches(launches, tensors, output, timings)
+
+    def _run_launches(
+        self, launches: Sequence[Launch], tensors: Tensors, output: np.ndarray, timings: Timings | None
+    ) -> None:
+        start = time.perf_counter()
+        call = Call(self._queue, tensors, {})
+        for name in {
+            name for launch in launches if isinstance(launch, StepLaunch) for name in launch.tensor_names
+        }:
+            call.tensor_buffers[name] = self._upload(call, tensors[name])
+        call.values[0] = self._upload(call, tensors[self._operator.source])
+        final = len(self._operator.steps)
+        for launch in launches:
+            if launch.output != final and launch.output not in self._intermediate:
+                self._intermediate[launch.output] = self._runtime.buffer(self._value_bytes(launch.output))
+        call.values |= self._intermediate
+        target = self._target(output)
+        call.values[final] = self._runtime.buffer(self._value_bytes(final)) if self._half else target
+        if timings is not None:
+            self._queue.finish()
+            timings.upload_s += time.perf_counter() - start
+        start = time.perf_counter()
+        for launch in launches:
+            launch.enqueue(call)
+        if self._half:
+            self._convert("float_to_half", call.values[final], target, output.size)
+        if timings is not None:
+            self._queue.finish()
+            timings.kernel_s += time.perf_counter() - start
+            timings.launches += [
+                (name, 1e-9 * (event.profile.end - event.profile.start)) for name, event in call.events
+            ]
+        start = time.perf_counter()
+        self._fetch(target, output)
+        if timings is not None:
+            timings.download_s += time.perf_counter() - start
+
+    def _upload(self, call: Call, array: np.ndarray) -> Any:
+        """A device buffer with the values of ``array`` as ``real``."""
+        shared = self._runtime.facts.unified
+        buffer = self._runtime.wrap(array) if shared else self._runtime.constant(array)
+        if not self._half:
+            return buffer
+        real = self._runtime.buffer(array.size * self._real.itemsize)
+        self._convert("half_to_float", buffer, real, array.size)
+        return real
+
+    def _convert(self, kernel: str, source: Any, target: Any, count: int) -> None:
+        function = getattr(self._runtime.program(kernel_source("convert.cl")), kernel)
+        function.set_args(source, target, np.uint64(count))
+        cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
+
+    def _target(self, output: np.ndarray) -> Any:
+        if self._runtime.facts.unified:
+            return self._runtime.wrap(output, writable=True)
+        return self._runtime.buffer(output.nbytes)
+
+    def _fetch(self, target: Any, output: np.ndarray) -> None:
+        """Wait for the launches, and make the result visible in ``output``."""
+        if self._runtime.facts.any_pointer:
+            self._queue.finish()
+        elif self._runtime.facts.unified:
+            mapped, _ = cl.enqueue_map_buffer(
+                self._queue, target, cl.map_flags.READ, 0, output.shape, output.dtype, is_blocking=True
+            )
+            mapped.base.release(self._queue)
+            self._queue.finish()
+        else:
+            cl.enqueue_copy(self._queue, output, target, is_blocking=True)

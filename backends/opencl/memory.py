@@ -1,0 +1,64 @@
+"""Host memory for results: aligned blocks that come back to a pool when the last array over them is gone.
+
+Touching a fresh block of tens of megabytes for the first time costs more than the kernels that fill it, so
+results of repeated calls reuse blocks. A block serves one array (and its views) at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 4096
+
+
+class _Block:
+    """Owner of one aligned block, as NumPy's buffer interface wants it; gives it back when it dies."""
+
+    def __init__(self, pool: HostPool, memory: np.ndarray) -> None:
+        self._pool, self._memory = pool, memory
+        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._memory)
+
+
+class HostPool:
+    """A pool of host blocks, bounded in what it keeps idle. Safe for several threads.
+
+    Args:
+        keep_bytes: most bytes of idle blocks to keep.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._idle: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._idle_bytes = 0
+        # Garbage collection can run anywhere, also inside this class, so the lock is reentrant.
+        self._lock = threading.RLock()
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """A C-contiguous array of undefined contents whose memory starts on a page."""
+        size = -(-max(1, math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            blocks = self._idle.get(size)
+            memory = blocks.pop() if blocks else None
+            if memory is not None:
+                self._idle_bytes -= size
+        if memory is None:
+            raw = np.empty(size + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            memory = raw[start : start + size]
+        owned = np.asarray(_Block(self, memory))
+        return owned[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    def give_back(self, memory: np.ndarray) -> None:
+        """Take a block back, or let it go when enough lie idle."""
+        with self._lock:
+            if self._idle_bytes + memory.nbytes <= self._keep_bytes:
+                self._idle[memory.nbytes].append(memory)
+                self._idle_bytes += memory.nbytes

@@ -1,0 +1,223 @@
+"""Opened OpenCL devices: contexts, queues, programs, and what is known of each device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import pyopencl as cl
+from pyopencl.characterize import has_src_build_cache
+
+from backends.opencl.icd import prepare_icd_vendors
+from backends.opencl.memory import HostPool
+from dispatcher.errors import BuildError
+from dispatcher.filecache import FileCache
+
+logger = logging.getLogger(__name__)
+
+BINARIES = FileCache("opencl")
+#: Idle host memory that results may reuse.
+KEEP_BYTES = 1 << 30
+#: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
+BUILD_OPTIONS = ("-cl-std=CL1.2",)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What kernels are chosen by. Memory is in bytes.
+
+    Attributes:
+        vec: native vector width of float; 1 where the device says so (GPUs).
+        vec_double: native vector width of double; 0 without double support.
+        registers: vector registers that a work-item can hold values in.
+        cache: bytes of scratch that a worker should stay under, so that it lives in its core's cache.
+        global_memory: bytes of memory; ``largest_buffer`` the most that one buffer may take.
+        unified: the device works on the host's memory, so that buffers over it need no copies.
+        any_pointer: kernels may be given host pointers as they are (fine-grained system SVM).
+    """
+
+    cpu: bool
+    compute_units: int
+    vec: int
+    vec_double: int
+    registers: int
+    cache: int
+    global_memory: int
+    largest_buffer: int
+    unified: bool
+    any_pointer: bool
+
+
+class OpenClRuntime:
+    """One device with its context. Programs are built once for each source text."""
+
+    def __init__(self, platform: Any, device: Any) -> None:
+        self.platform, self.device = platform, device
+        self.context = cl.Context([device])
+        self.host = HostPool(KEEP_BYTES)
+        self._programs: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def facts(self) -> Facts:
+        device = self.device
+        cpu = bool(device.type & cl.device_type.CPU)
+        vec = min(16, max(4, device.native_vector_width_float)) if cpu else 1
+        doubles = int(device.native_vector_width_double)
+        return Facts(
+            cpu=cpu,
+            compute_units=device.max_compute_units,
+            vec=vec,
+            vec_double=(max(2, vec // 2) if cpu else 1) if doubles else 0,
+            registers=32 if vec == 16 else 16,
+            cache=640 * 1024,
+            global_memory=device.global_mem_size,
+            largest_buffer=device.max_mem_alloc_size,
+            unified=bool(device.host_unified_memory),
+            any_pointer=_any_pointer(device),
+        )
+
+    def queue(self) -> Any:
+        """A new in-order queue that records times."""
+        return cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
+
+    def program(self, text: str) -> Any:
+        """Build ``text``, or return the program built from it before.
+
+        Raises:
+            BuildError: with the compiler's first error line and its whole log.
+        """
+        with self._lock:
+            built = self._programs.get(text)
+            if built is None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", cl.CompilerWarning)
+                    built = self._cached(text) or self._build(text)
+                self._programs[text] = built
+            return built
+
+    def _build(self, text: str) -> Any:
+        # PyOpenCL's own cache is left out: a process killed while it writes blocks all others.
+        try:
+            built = cl.Program(self.context, text).build(list(BUILD_OPTIONS), cache_dir=cast(Any, False))
+        except cl.RuntimeError as error:
+            raise BuildError(self._build_message(str(error)), str(error)) from error
+        if self._use_cache:
+            BINARIES.put(self._key(text), built.get_info(cl.program_info.BINARIES)[0])
+        return built
+
+    def _cached(self, text: str) -> Any:
+        """The program from a cached binary; None when there is none that the runtime still takes."""
+        binary = BINARIES.get(self._key(text)) if self._use_cache else None
+        if binary is None:
+            return None
+        try:
+            return cl.Program(self.context, [self.device], [binary]).build()
+        except cl.Error as error:
+            logger.info("a cached program is of no use any more: %s", error)
+            return None
+
+    @cached_property
+    def _use_cache(self) -> bool:
+        """Some runtimes keep compiled programs themselves."""
+        return not has_src_build_cache(self.device)
+
+    def _key(self, text: str) -> str:
+        device, platform = self.device, self.platform
+        parts = (platform.name, platform.version, device.name, device.driver_version, *BUILD_OPTIONS, text)
+        return "\0".join(parts)
+
+    def _build_message(self, log: str) -> str:
+        lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
+        detail = next((line for line in lines if ": error:" in line), lines[0] if lines else "no message")
+        return f"{self.device.name.strip()}: the OpenCL compiler refused a kernel: {detail}"
+
+    def buffer(self, nbytes: int) -> Any:
+        """A device buffer of at least one element."""
+        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE, max(8, nbytes))
+
+    def constant(self, array: np.ndarray) -> Any:
+        """A device buffer with a copy of ``array``."""
+        flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+        return cl.Buffer(self.context, flags, hostbuf=np.ascontiguousarray(array))
+
+    def wrap(self, array: np.ndarray, *, writable: bool = False) -> Any:
+        """A kernel argument that is the host memory itself, for devices that share memory with the host.
+
+        A buffer over a pointer that is not aligned to the device's liking is copied behind the scenes by some
+        runtimes; where the device takes any pointer, none is made.
+        """
+        if self.facts.any_pointer:
+            return cl.SVM(array if array.flags.writeable else _same_memory(array))
+        access = cl.mem_flags.WRITE_ONLY if writable else cl.mem_flags.READ_ONLY
+        return cl.Buffer(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+
+
+def _same_memory(array: np.ndarray) -> np.ndarray:
+    """A view that claims to be writable, for PyOpenCL, which asks that of memory that kernels only read.
+
+    The caller keeps ``array`` alive.
+    """
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.ctypeslib.as_array(memory)
+
+
+def _any_pointer(device: Any) -> bool:
+    try:
+        return bool(device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_SYSTEM)
+    except (cl.Error, AttributeError):
+        return False  # OpenCL 1.x knows no shared virtual memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device that the loader lists: where it stands and what it is called."""
+
+    platform: Any
+    device: Any
+    name: str
+    kind: str
+    details: Mapping[str, str | int | float]
+
+
+def find_devices() -> list[Found]:
+    """Every device of every platform, in the loader's order; platforms without devices are passed over.
+
+    Raises:
+        pyopencl.Error: no platform at all.
+    """
+    prepare_icd_vendors()
+    found = []
+    for platform in cl.get_platforms():
+        try:
+            devices = platform.get_devices()
+        except cl.Error as error:
+            if getattr(error, "code", None) == cl.status_code.DEVICE_NOT_FOUND:
+                continue
+            raise
+        for device in devices:
+            kind = "unknown"
+            if device.type & cl.device_type.GPU:
+                kind = "gpu"
+            elif device.type & cl.device_type.CPU:
+                kind = "cpu"
+            details: dict[str, str | int | float] = {
+                "platform": platform.name.strip(),
+                "platform_version": platform.version.strip(),
+                "driver": device.driver_version.strip(),
+                "compute_units": device.max_compute_units,
+                "memory_bytes": device.global_mem_size,
+                "largest_buffer_bytes": device.max_mem_alloc_size,
+                "vector_width_float": device.native_vector_width_float,
+                "fp64": bool(device.native_vector_width_double),
+            }
+            name = f"{device.name.strip()} ({platform.name.strip()}, {device.driver_version.strip()})"
+            found.append(Found(platform, device, name, kind, details))
+    return found

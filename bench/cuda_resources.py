@@ -1,0 +1,186 @@
+"""Registers, shared memory, spills and occupancy of every default CUDA kernel, from nvcc; no GPU is needed.
+
+    python bench/cuda_resources.py [--arch 80 90 ...] [--output bench/results/cuda-resources.md]
+
+For each architecture the five problems are planned at their `kernelbench` size as on a device of that architecture,
+float32 and tf32, and their kernels are compiled with ``nvcc -Xptxas -v``; the other element types are compiled for
+the `sample` size. Occupancy is theoretical: warps that registers, shared memory and threads allow, of those that a
+multiprocessor can hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from backends.cuda import toolkit  # noqa: E402
+from backends.cuda.lowering import Launch, Options, Target, lower  # noqa: E402
+from dispatcher import load_problem, problems  # noqa: E402
+from dispatcher.operator import Operator, bind  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits of a multiprocessor, from the CUDA programming guide's table of compute capabilities.
+
+    Attributes:
+        warps: that can be resident.
+        blocks: that can be resident.
+        shared_bytes: shared memory of a multiprocessor.
+        block_shared_bytes: most that one block may have.
+        processors: of a typical device.
+    """
+
+    warps: int
+    blocks: int
+    shared_bytes: int
+    block_shared_bytes: int
+    processors: int
+
+
+ARCHITECTURES = {
+    75: Architecture(32, 16, 64 << 10, 64 << 10, 40),
+    80: Architecture(64, 32, 164 << 10, 163 << 10, 108),
+    86: Architecture(48, 16, 100 << 10, 99 << 10, 84),
+    89: Architecture(48, 24, 100 << 10, 99 << 10, 128),
+    90: Architecture(64, 32, 228 << 10, 227 << 10, 132),
+    100: Architecture(64, 32, 228 << 10, 227 << 10, 148),
+    120: Architecture(48, 32, 100 << 10, 99 << 10, 170),
+}
+REGISTERS = 65536
+RESERVED_SHARED_BYTES = 1024  # of each block, since sm_80
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel to compile."""
+
+    architecture: int
+    label: str
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel, and what follows."""
+
+    registers: int
+    static_shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def operator_of(name: str, case: str, dtype: str, precision: str) -> Operator:
+    """A problem bound to the sizes of a case."""
+    problem = load_problem(name)
+    values = problem.cases[case]
+    sizes = {p.name: int(values.get(p.name, p.default or 0)) for p in problem.sizes}
+    scalars = {p.name: float(values.get(p.name, p.default or 0)) for p in problem.scalars}
+    return bind(problem, sizes, scalars, dtype=dtype, precision=precision)
+
+
+def variants(architecture: int) -> list[Variant]:
+    """Kernels of the five problems, each once."""
+    limits = ARCHITECTURES[architecture]
+    target = Target(architecture, limits.block_shared_bytes, limits.processors)
+    runs = [("kernelbench", "float32", "fp32"), ("kernelbench", "float32", "tf32")]
+    runs += [("sample", "float16", "fp32"), ("sample", "float64", "fp32")]
+    found: dict[toolkit.Kernel, Variant] = {}
+    for case, dtype, precision in runs:
+        for problem in problems():
+            name = problem if isinstance(problem, str) else problem.name
+            program = lower(operator_of(name, case, dtype, precision), target, Options())
+            launches = [*program.launches, *(packed.launch for packed in program.packed)]
+            for launch in launches:
+                label = f"{launch.name}, {name}" if launch.name.startswith("conv") else launch.name
+                label += f", {dtype if dtype != 'float32' else precision}"
+                found.setdefault(launch.kernel, Variant(architecture, label, launch))
+    return list(found.values())
+
+
+def measure(variant: Variant, compiler: toolkit.Toolkit) -> Resources:
+    """Compile a kernel and read ptxas's report."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "kernel.cubin"
+        command = toolkit.command_line(variant.launch.kernel, variant.architecture, compiler, output)
+        done = subprocess.run([*command, "-Xptxas", "-v"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"nvcc refused {variant.label} for sm_{variant.architecture}:\n{done.stderr}")
+    report = done.stderr.split(f"Compiling entry function '{variant.launch.name}'")[-1]
+
+    def number(pattern: str) -> int:
+        match = re.search(pattern, report)
+        return int(match[1]) if match else 0
+
+    return Resources(
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes smem"),
+        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        number(r"(\d+) bytes stack frame"),
+    )
+
+
+def occupancy(variant: Variant, resources: Resources) -> float:
+    """Share of a multiprocessor's warps that can be resident."""
+    limits = ARCHITECTURES[variant.architecture]
+    warps = -(-variant.launch.threads // 32)
+    registers = -(-resources.registers * 32 // 256) * 256 * warps
+    reserved = RESERVED_SHARED_BYTES if variant.architecture >= 80 else 0
+    shared = variant.launch.shared_bytes + resources.static_shared_bytes + reserved
+    blocks = min(
+        limits.blocks,
+        limits.warps // warps,
+        REGISTERS // max(registers, 1),
+        limits.shared_bytes // shared if shared else limits.blocks,
+    )
+    return blocks * warps / limits.warps
+
+
+def main() -> int:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "cuda-resources.md")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    compiler = toolkit.find()
+    if isinstance(compiler, str):
+        print(f"skipped: {compiler}", file=sys.stderr)
+        return 0
+    work = [variant for architecture in given.arch for variant in variants(architecture)]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        measured = list(pool.map(lambda variant: measure(variant, compiler), work))
+    release = "unknown" if compiler.release is None else "{}.{}".format(*compiler.release)
+    lines = [
+        "# Resources of the CUDA kernels",
+        "",
+        f"Made by `python bench/cuda_resources.py` with nvcc {release}. Kernels of the five problems at their "
+        "`kernelbench` size (float16 and float64: `sample`), each once. Spills are bytes a thread, stores plus loads; "
+        "occupancy is theoretical.",
+        "",
+        "| sm | kernel | threads | registers | shared KB | spills | occupancy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for variant, resources in zip(work, measured, strict=True):
+        shared = (variant.launch.shared_bytes + resources.static_shared_bytes) / 1024
+        lines.append(
+            f"| {variant.architecture} | {variant.label} | {variant.launch.threads} | {resources.registers} "
+            f"| {shared:.1f} | {resources.spill_bytes} | {occupancy(variant, resources):.0%} |"
+        )
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(work)} kernels -> {given.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Files that can be made again: compiled kernels and the like, in the user's cache folder.
+
+A cache never fails its user: an entry that is missing, cut short, damaged or unreadable is no entry, and a folder
+that cannot be written to keeps nothing. Entries appear whole or not at all, so that any number of processes may use
+one cache at once and any of them may be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def cache_root() -> Path:
+    """``$XDG_CACHE_HOME/kernel-dispatcher``, or ``~/.cache/kernel-dispatcher``."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    return base / "kernel-dispatcher"
+
+
+class FileCache:
+    """Byte strings by key, in one folder that only its user may enter.
+
+    Args:
+        name: folder under :func:`cache_root`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def folder(self) -> Path:
+        """Where the entries lie; it exists once something was put there."""
+        return cache_root() / self._name
+
+    def _path(self, key: str) -> Path:
+        return self.folder / hashlib.sha256(key.encode()).hexdigest()
+
+    def get(self, key: str) -> bytes | None:
+        """The entry of ``key``, or None when there is no intact one."""
+        try:
+            stored = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            logger.info("cache entry %s is damaged and will be made again", self._path(key))
+            return None
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep ``data`` under ``key``, if the folder allows it."""
+        path = self._path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (cache_root(), self.folder):
+                folder.chmod(0o700)
+            handle, temporary = tempfile.mkstemp(dir=self.folder)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(data).digest() + data)
+                os.replace(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            logger.info("nothing is cached in %s: %s", self.folder, error)

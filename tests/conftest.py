@@ -1,0 +1,76 @@
+"""Fixtures that every test may use.
+
+``backend_device`` runs a test once on every device of every backend. A backend that this machine lacks is a
+skip that says why; where the environment variable ``DISPATCHER_TEST_REQUIRE`` (such as ``opencl,cuda``) names
+it, it is a failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dispatcher import registry
+from dispatcher.interface import Backend, Device
+from dispatcher.selection import ENVIRONMENT, backend_devices
+
+REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower().split(",") if name}
+
+_serial = itertools.count()
+
+Install = Callable[..., None]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give ``backend_device`` its values: every device, and one that stands for each backend without any."""
+    if "backend_device" in metafunc.fixturenames:
+        found = [device for name in registry.BACKENDS for device in backend_devices(name)]
+        ids = [device.id.replace(":", "") for device in found]
+        metafunc.parametrize("backend_device", found, indirect=True, ids=ids)
+
+
+@pytest.fixture
+def backend_device(request: pytest.FixtureRequest) -> Device:
+    """A usable device; the test is skipped, or fails where the backend is required, when it is not usable."""
+    device: Device = request.param
+    if not device.available:
+        message = f"{device.backend}: {device.reason}"
+        if device.backend in REQUIRED:
+            pytest.fail(message)
+        pytest.skip(message)
+    return device
+
+
+@pytest.fixture(autouse=True)
+def _no_device_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+@pytest.fixture
+def install_backends(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """A function that replaces the table of backends: ``install_backends(fake, other, keep=("numpy",))``."""
+
+    def install(*backends: Backend, keep: tuple[str, ...] = ("numpy",)) -> None:
+        table = {}
+        for backend in backends:
+            # Probes are remembered by module name, so each installation gets one of its own.
+            module = types.ModuleType(f"installed_backend_{next(_serial)}")
+            module.BACKEND = backend  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            table[backend.name] = module.__name__
+        table.update({name: registry.BACKENDS[name] for name in keep})
+        monkeypatch.setattr(registry, "BACKENDS", table)
+
+    return install
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(20)

@@ -1,0 +1,113 @@
+"""What the CUDA tests share: a CUDA device, real or simulated, and a fresh view of it.
+
+With ``DISPATCHER_CUDA_SIM=1`` the simulator stands in for the driver. Where there is no device, tests skip with the
+probe's reason, or fail if the environment variable ``DISPATCHER_TEST_REQUIRE`` names ``cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import cudasim
+
+SIMULATED = cudasim.requested()
+if SIMULATED:
+    cudasim.activate()
+
+from backends.cuda import BACKEND, driver  # noqa: E402
+from backends.cuda.executable import CudaExecutable  # noqa: E402
+from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.interface import Device  # noqa: E402
+from dispatcher.loader import load_problem  # noqa: E402
+from dispatcher.operator import Operator  # noqa: E402
+from dispatcher.verification import verify_result  # noqa: E402
+from tests.strategies import REQUIRED  # noqa: E402
+
+simulator_only = pytest.mark.skipif(not SIMULATED, reason="needs the CUDA simulator (DISPATCHER_CUDA_SIM=1)")
+
+
+def device(index: int = 0) -> Device:
+    """A usable device; skips the test, or fails it where CUDA is required."""
+    found = BACKEND.probe()
+    chosen = found[min(index, len(found) - 1)]
+    if not chosen.available:
+        (pytest.fail if "cuda" in REQUIRED else pytest.skip)(f"cuda: {chosen.reason}")
+    return chosen
+
+
+@contextmanager
+def machine(**settings: Any) -> Iterator[None]:
+    """Another simulated machine; see :func:`tests.cudasim.emulate`. Devices that were opened are set aside meanwhile."""
+    before = dict(driver._contexts)
+    driver._contexts.clear()
+    try:
+        with cudasim.emulate(**settings):
+            yield
+    finally:
+        for context in driver._contexts.values():
+            context._close()
+        driver._contexts.clear()
+        driver._contexts.update(before)
+
+
+def operator(name: str, case: str = "sample", precision: str = "fp32", dtype: str = "float32") -> Operator:
+    """A bundled problem bound to a case."""
+    problem = load_problem(name)
+    return bind_arguments(problem, sort_arguments(problem, {}), case=case, dtype=dtype, precision=precision)
+
+
+def compiled(op: Operator, index: int = 0, **options: Any) -> CudaExecutable:
+    """``op`` compiled for device ``index``."""
+    chosen = device(index)
+    assert BACKEND.supports(op, chosen) is None
+    return BACKEND.compile(op, chosen, options)
+
+
+def poisoned(op: Operator) -> np.ndarray:
+    """An output that holds NaN where nothing is written."""
+    return np.full(op.output_shape, np.nan, op.dtype)
+
+
+def check(op: Operator, tensors: Mapping[str, np.ndarray], index: int = 0, **options: Any) -> np.ndarray:
+    """Run and compare with the reference's error bound."""
+    result: np.ndarray = compiled(op, index, **options)(tensors, poisoned(op))
+    comparison = verify_result(op, tensors, result)
+    assert comparison.passed, comparison.reason or comparison
+    return result
+
+
+class OnDevice:
+    """A foreign array on the device: memory of its own, and ``__cuda_array_interface__``."""
+
+    def __init__(self, array: np.ndarray, index: int = 0, *, offset: int = 0, strides: Any = None) -> None:
+        self.context = driver.context(index)
+        self.shape, self.dtype, self.strides = array.shape, array.dtype, strides
+        packed = np.ascontiguousarray(array)
+        with self.context.active():
+            self.block = self.context.driver.mem_alloc(packed.nbytes + offset + 16)
+            self.address = int(self.block) + offset
+            self.context.driver.memcpy_htod(self.address, packed)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False),
+            "strides": self.strides, "version": 3,
+        }  # fmt: skip
+
+    def get(self) -> np.ndarray:
+        """A copy on the host."""
+        result = np.empty(self.shape, self.dtype)
+        with self.context.active():
+            self.context.driver.memcpy_dtoh(result, self.address)
+        return result
+
+    def free(self) -> None:
+        """Give the memory back."""
+        with self.context.active():
+            self.block.free()

@@ -1,0 +1,500 @@
+"""Where tests run, and random operators to run there.
+
+Operators are drawn small: a drawn one that would take too long has its extents cut down, in a fixed order, until
+its convolutions stay under :data:`MOST_PRODUCTS` multiplications and its values under :data:`MOST_ELEMENTS` elements.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+import dispatcher
+from dispatcher.inputs import random_tensors
+from dispatcher.loader import problem_from_mapping
+from dispatcher.operator import Operator, bind
+from dispatcher.problem import Problem
+from dispatcher.registry import BACKENDS
+from dispatcher.steps import VOCABULARY
+from dispatcher.verification import Comparison
+from dispatcher.verifying import call_on, checked_run
+
+MOST_PRODUCTS = 400_000
+MOST_ELEMENTS = 60_000
+CHANNELS = (1, 2, 3, 4, 5, 7, 8, 16, 33, 257)
+AXES = ("batch", "channel", "depth", "height", "width")
+
+#: Backends whose absence is a failure and not a reason to skip, as for the fixture ``backend_device``.
+REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower().split(",") if name}
+
+
+# ---- where to run ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Place:
+    """A device and a way of computing there.
+
+    Attributes:
+        device: its id.
+        algorithm: the value of the backend's option of that name; None where the backend has no choice.
+        missing: why the device is not usable; empty when it is.
+        slow: True when the device's compiler takes seconds for a kernel.
+    """
+
+    device: str
+    algorithm: str | None = None
+    missing: str = ""
+    slow: bool = False
+
+    @property
+    def backend(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.algorithm is None else {"algorithm": self.algorithm}
+
+    def __str__(self) -> str:
+        return self.device if self.algorithm is None else f"{self.device}-{self.algorithm}"
+
+    def need(self) -> None:
+        """Skip the test where the device is missing, or fail it where its backend is required."""
+        if self.missing:
+            (pytest.fail if self.backend in REQUIRED else pytest.skip)(f"{self.backend}: {self.missing}")
+
+    def compile(self, problem: Any, **arguments: Any) -> dispatcher.CompiledOperator:
+        """:func:`dispatcher.compile` for this place."""
+        self.need()
+        return dispatcher.compile(problem, device=self.device, options=self.options, **arguments)
+
+    def run(self, problem: Any, **arguments: Any) -> np.ndarray:
+        """:func:`dispatcher.run` at this place."""
+        self.need()
+        result: np.ndarray = dispatcher.run(problem, device=self.device, options=self.options, **arguments)
+        return result
+
+    def check(self, operator: Operator, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Comparison]:
+        """Run into a poisoned output and compare with the reference; inputs must stay as they are."""
+        self.need()
+        return checked_run(call_on(operator, tensors, self.device, self.options), tensors)
+
+
+def algorithms(backend: str) -> tuple[str | None, ...]:
+    """The algorithms of a backend that a user can name, without ``auto``, which means one of the others."""
+    try:
+        module = importlib.import_module(f"{BACKENDS[backend]}.backend")
+    except ImportError:
+        return (None,)
+    return tuple(name for name in getattr(module, "ALGORITHMS", ()) if name != "auto") or (None,)
+
+
+def all_places() -> list[Place]:
+    """Every device with each of its algorithms; a device that is not usable is one entry that skips."""
+    result: list[Place] = []
+    for device in dispatcher.devices():
+        if not device.available:
+            result.append(Place(device.id, missing=device.reason or "it is not available"))
+            continue
+        slow = device.backend == "cuda" or "intel" in device.name.lower()
+        result += [Place(device.id, algorithm, slow=slow) for algorithm in algorithms(device.backend)]
+    return result
+
+
+PLACES = all_places()
+#: One place for each device, with the algorithm that the backend would choose.
+DEVICES = [
+    Place(place.device, None, place.missing, place.slow)
+    for place in {place.device: place for place in PLACES}.values()
+]
+
+#: Every place that compiles quickly, and for the others one place a device: for tests of many kernels.
+BRISK = [place for place in PLACES if not place.slow] + [place for place in DEVICES if place.slow]
+
+every_place = pytest.mark.parametrize("place", PLACES, ids=str)
+every_device = pytest.mark.parametrize("place", DEVICES, ids=str)
+every_brisk_place = pytest.mark.parametrize("place", BRISK, ids=str)
+
+
+def thorough(examples: int) -> settings:
+    """The same ``examples`` in every run, however long each one takes."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# ---- problems out of shapes --------------------------------------------------------------------------------
+def problem_of(shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any]) -> Problem:
+    """A problem whose tensors have these shapes, the first one being the pipeline's input.
+
+    An extent of zero becomes the size parameter ``zero``, since a file may not write it.
+    """
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "type": "tensor", "const": True, "shape": [extent or "zero" for extent in shape]}
+        for name, shape in shapes.items()
+    ]
+    parameters.append({"name": "output", "type": "tensor", "const": False})
+    if any(0 in shape for shape in shapes.values()):
+        parameters.append({"name": "zero", "type": "size_t", "default": 0})
+    return problem_from_mapping({"name": "test", "parameters": parameters, "pipeline": list(pipeline)})
+
+
+def operator_of(
+    shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any], dtype: str = "float32"
+) -> Operator:
+    """:func:`problem_of`, bound."""
+    problem = problem_of(shapes, pipeline)
+    return bind(problem, dict.fromkeys((size.name for size in problem.sizes), 0), {}, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of :func:`operator_of`; shows itself as the call that makes the operator."""
+
+    shapes: Mapping[str, Sequence[int]]
+    pipeline: Sequence[Any]
+    dtype: str = "float32"
+
+    def __repr__(self) -> str:
+        return f"operator_of({dict(self.shapes)!r}, {list(self.pipeline)!r}, {self.dtype!r})"
+
+    def bind(self) -> Operator:
+        return operator_of(self.shapes, self.pipeline, self.dtype)
+
+
+def conv_operator(
+    shape: Sequence[int],
+    out_channels: int,
+    kernel: Sequence[int],
+    *,
+    bias: bool = False,
+    before: Sequence[Any] = (),
+    after: Sequence[Any] = (),
+    dtype: str = "float32",
+    extra: Mapping[str, Sequence[int]] | None = None,
+    **options: Any,
+) -> Operator:
+    """A pipeline around one convolution of an input ``x`` with weights ``w`` and perhaps a bias ``b``.
+
+    Args:
+        shape: of the input.
+        out_channels: of the convolution.
+        kernel: extents of the kernel.
+        before: steps before the convolution, which keep the channels.
+        after: steps behind it.
+        extra: shapes of the tensors that those steps read.
+        **options: fields of the convolution.
+    """
+    groups = options.get("groups", 1)
+    shapes = {"x": tuple(shape), "w": (shape[1], out_channels // groups, *kernel), **(extra or {})}
+    step = {"op": "conv_transpose3d", "weight": "w", **options}
+    if bias:
+        shapes["b"], step["bias"] = (out_channels,), "b"
+    return operator_of(shapes, [*before, step, *after], dtype)
+
+
+# ---- random geometries -------------------------------------------------------------------------------------
+@dataclass
+class Axis:
+    """One axis of a convolution that is being drawn."""
+
+    extent: int
+    kernel: int
+    stride: int
+    dilation: int
+    output_padding: int
+    padding: int
+
+    def output(self) -> int:
+        reach = (self.extent - 1) * self.stride + self.dilation * (self.kernel - 1)
+        return reach + self.output_padding + 1 - 2 * self.padding
+
+    def make_legal(self) -> None:
+        """Lower the padding until something is left of the output."""
+        if self.output() < 1:
+            self.padding -= (2 - self.output()) // 2
+
+
+@st.composite
+def axes(draw: st.DrawFn, most: int, extent: int | None = None) -> Axis:
+    """An axis of at most ``most`` inputs, or of exactly ``extent``."""
+    stride = draw(st.integers(1, 3))
+    dilation = draw(st.integers(1, 3))
+    axis = Axis(
+        extent or draw(st.integers(1, most)),
+        draw(st.integers(1, 5)),
+        stride,
+        dilation,
+        draw(st.integers(0, max(stride, dilation) - 1)),
+        draw(st.integers(0, 6)),
+    )
+    axis.make_legal()
+    return axis
+
+
+@st.composite
+def channel_counts(draw: st.DrawFn, in_channels: int | None = None) -> tuple[int, int, int]:
+    """Groups, input channels and output channels; those of the input may be given."""
+    if in_channels is None:
+        groups = draw(st.sampled_from((1, 1, 1, 2, 3, 5)))
+        in_channels = groups * draw(st.sampled_from(CHANNELS if groups == 1 else (1, 2, 3, 4)))
+    else:
+        groups = draw(st.sampled_from([g for g in (1, 2, 3, 5) if in_channels % g == 0]))
+    return groups, in_channels, groups * draw(st.sampled_from(CHANNELS if groups == 1 else (1, 2, 3, 9)))
+
+
+@dataclass
+class Conv:
+    """A convolution that is being drawn, with its input's shape."""
+
+    batch: int
+    groups: int
+    in_channels: int
+    out_channels: int
+    axes: list[Axis]
+
+    def shrink(self, *, keep_input: bool = False) -> None:
+        """Cut down what is drawn until it is cheap; ``keep_input`` leaves the input's shape alone."""
+        while True:
+            inputs = self.batch * self.in_channels * math.prod(axis.extent for axis in self.axes)
+            outputs = self.batch * self.out_channels * math.prod(axis.output() for axis in self.axes)
+            kernel = math.prod(axis.kernel for axis in self.axes)
+            products = inputs * self.out_channels // self.groups * kernel
+            if products <= MOST_PRODUCTS and outputs <= MOST_ELEMENTS:
+                return
+            longest = max(self.axes, key=lambda axis: axis.extent)
+            widest = max(self.axes, key=lambda axis: axis.kernel)
+            if not keep_input and self.batch > 1:
+                self.batch = 1
+            elif not keep_input and longest.extent > 4:
+                longest.extent = longest.extent * 2 // 3
+            elif self.out_channels > 33 >= self.groups:
+                self.out_channels = 33 // self.groups * self.groups
+            elif not keep_input and self.in_channels > 33 and self.groups == 1:
+                self.in_channels = 33
+            elif widest.kernel > 1:
+                widest.kernel -= 1
+            elif self.out_channels > self.groups:
+                self.out_channels = self.groups
+            elif not keep_input and longest.extent > 1:
+                longest.extent -= 1
+            else:
+                self.axes = [Axis(axis.extent, 1, 1, 1, 0, 0) for axis in self.axes]
+                return
+            for axis in self.axes:
+                axis.make_legal()
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.in_channels, *(axis.extent for axis in self.axes))
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.out_channels, *(axis.output() for axis in self.axes))
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *(axis.kernel for axis in self.axes))
+
+    def step(self, weight: str, bias: str | None) -> dict[str, Any]:
+        """The pipeline's step."""
+        fields = {
+            name: [getattr(axis, name) for axis in self.axes]
+            for name in ("stride", "padding", "output_padding", "dilation")
+        }
+        return {
+            "op": "conv_transpose3d",
+            "weight": weight,
+            **({} if bias is None else {"bias": bias}),
+            **fields,
+            "groups": self.groups,
+        }
+
+
+@st.composite
+def convs(draw: st.DrawFn, batches: Sequence[int] = (1, 2, 3)) -> Conv:
+    """A convolution over a drawn input: wide rows, flat planes or cubes."""
+    groups, in_channels, out_channels = draw(channel_counts())
+    depth, height, width = draw(st.sampled_from([(4, 4, 70), (3, 9, 20), (6, 6, 6), (1, 1, 70), (20, 2, 3)]))
+    conv = Conv(
+        draw(st.sampled_from(batches)),
+        groups,
+        in_channels,
+        out_channels,
+        [draw(axes(depth)), draw(axes(height)), draw(axes(width))],
+    )
+    conv.shrink()
+    return conv
+
+
+DTYPES = st.sampled_from(("float32", "float32", "float32", "float64", "float16"))
+
+
+@st.composite
+def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recipe:
+    """One convolution and nothing else."""
+    conv = draw(convs((1, 2, 3, 1, 2, 3, 1, 2, 3, 0)))
+    shapes: dict[str, Sequence[int]] = {"x": conv.input_shape, "w": conv.weight_shape}
+    bias = "b" if draw(st.booleans()) else None
+    if bias:
+        shapes["b"] = (conv.out_channels,)
+    return Recipe(shapes, [conv.step("w", bias)], draw(dtypes))
+
+
+# ---- random pipelines --------------------------------------------------------------------------------------
+POINTWISE_SIMPLE = ("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish")
+POINTWISE = (*POINTWISE_SIMPLE, "leaky_relu", "clamp", "add", "subtract", "scale")
+POOLS = ("avg_pool3d", "max_pool3d")
+OVER_AXES = ("layer_norm", "softmax", "sum", "mean", "max", "log_sum_exp")
+assert {"conv_transpose3d", "group_norm", *POINTWISE, *POOLS, *OVER_AXES} == set(VOCABULARY)
+
+NUMBERS = st.sampled_from((-1.75, -0.5, -0.0, 0.25, 1.0, 1.5, 2.0))
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """True when ``shape`` stretches to ``to``."""
+    return all(extent in (1, wanted) for extent, wanted in zip(shape, to, strict=True))
+
+
+@dataclass
+class Pipeline:
+    """A pipeline that is being drawn.
+
+    Attributes:
+        shape: of the latest value.
+        shapes: of every tensor.
+        steps: so far.
+        results: named results and the input, with their shapes.
+        convolutions: how many there are.
+    """
+
+    shape: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    results: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    convolutions: int = 0
+
+    def tensor(self, shape: Sequence[int]) -> str:
+        """Declare a tensor of ``shape``."""
+        name = f"t{len(self.shapes)}"
+        self.shapes[name] = tuple(shape)
+        return name
+
+    def add(self, step: dict[str, Any], shape: Sequence[int], name: bool) -> None:
+        """Append ``step``; ``name`` its result, so that a later step may read it."""
+        self.shape = tuple(shape)
+        if name:
+            step["as"] = f"v{len(self.steps)}"
+            self.results[step["as"]] = self.shape
+        self.steps.append(step)
+
+
+def _operand(draw: st.DrawFn, pipeline: Pipeline) -> Any:
+    """A number, a tensor of any shape that broadcasts, or an earlier value."""
+    earlier = [name for name, shape in pipeline.results.items() if broadcasts(shape, pipeline.shape)]
+    kind = draw(st.sampled_from(("number", "channel", "any", "earlier", "earlier")))
+    if kind == "earlier" and earlier:
+        return draw(st.sampled_from(earlier))
+    if kind == "number":
+        return draw(NUMBERS)
+    if kind == "channel":
+        return pipeline.tensor((1, pipeline.shape[1], 1, 1, 1))
+    shape = [extent if draw(st.booleans()) else 1 for extent in pipeline.shape]
+    while len(shape) > 1 and shape[0] == 1 and draw(st.booleans()):
+        del shape[0]
+    return pipeline.tensor(shape)
+
+
+def _affine(draw: st.DrawFn, pipeline: Pipeline) -> dict[str, Any]:
+    """Weight and bias of a norm, or one of them, or neither."""
+    channels = pipeline.shape[1]
+    forms = [(channels,), (1, channels, 1, 1, 1), (channels, 1, 1, 1)]
+    return {
+        name: pipeline.tensor(draw(st.sampled_from(forms)))
+        for name in ("weight", "bias")
+        if draw(st.booleans())
+    }
+
+
+def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
+    shape, step = pipeline.shape, {"op": op}
+    name = draw(st.integers(0, 2)) == 0
+    if op == "conv_transpose3d":
+        groups, in_channels, out_channels = draw(channel_counts(shape[1]))
+        conv = Conv(shape[0], groups, in_channels, out_channels, [draw(axes(0, n)) for n in shape[2:]])
+        conv.shrink(keep_input=True)
+        bias = pipeline.tensor((conv.out_channels,)) if draw(st.booleans()) else None
+        step = conv.step(pipeline.tensor(conv.weight_shape), bias)
+        shape = conv.output_shape
+        pipeline.convolutions += 1
+    elif op in ("add", "subtract", "scale"):
+        key = "by" if op == "scale" else "value"
+        latest = list(pipeline.results)[-1] if pipeline.results else None
+        # A residual the other way round: read an earlier value, and combine it with the latest one.
+        wider = [n for n, s in pipeline.results.items() if n != latest and broadcasts(shape, s)]
+        if wider and pipeline.steps and pipeline.steps[-1].get("as") == latest and draw(st.booleans()):
+            source = draw(st.sampled_from(wider))
+            step |= {"from": source, key: latest}
+            shape = pipeline.results[source]
+        else:
+            step[key] = _operand(draw, pipeline)
+    elif op == "clamp":
+        low, high = (
+            draw(st.sampled_from((-0.75, -0.1, -math.inf))),
+            draw(st.sampled_from((0.6, 0.2, math.inf))),
+        )
+        step |= {"min": low, "max": high}
+    elif op == "leaky_relu":
+        step["slope"] = draw(NUMBERS)
+    elif op in POOLS:
+        window = [draw(st.integers(1, min(extent, 4))) for extent in shape[2:]]
+        step["window"] = window
+        shape = (*shape[:2], *(n // size for n, size in zip(shape[2:], window, strict=True)))
+    elif op == "group_norm":
+        divisors = [g for g in (1, 2, 3, 5, 8, 11, shape[1]) if shape[1] % g == 0]
+        step |= {"groups": draw(st.sampled_from(divisors)), "eps": 1e-3, **_affine(draw, pipeline)}
+    elif op in OVER_AXES:
+        subset = sorted(draw(st.sets(st.integers(0, 4), min_size=1)))
+        step["axis"] = [AXES[axis] for axis in subset]
+        if op == "layer_norm":
+            step |= {"eps": 1e-3, **_affine(draw, pipeline)}
+        elif op != "softmax":
+            shape = tuple(1 if axis in subset else extent for axis, extent in enumerate(shape))
+    pipeline.add(step, shape, name)
+
+
+_OPS = st.sampled_from(
+    (*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, "layer_norm", "softmax", "sum", "group_norm")
+)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recipe:
+    """A pipeline over the whole vocabulary, with one or two convolutions and steps around them."""
+    conv = draw(convs())
+    pipeline = Pipeline(conv.input_shape, {"x": conv.input_shape})
+    pipeline.results["x"] = conv.input_shape
+    before = [draw(_OPS) for _ in range(draw(st.sampled_from((0, 0, 1, 2))))]
+    behind = [draw(_OPS) for _ in range(draw(st.integers(0, 5)))]
+    ops = [*before, "conv_transpose3d", *behind]
+    if draw(st.integers(0, 3)) == 0:
+        ops.insert(draw(st.integers(0, len(ops))), "conv_transpose3d")
+    for op in ops:
+        _add_step(draw, pipeline, op)
+    return Recipe(pipeline.shapes, pipeline.steps, draw(dtypes))
+
+
+def tensors_of(operator: Operator, kind: str = "signed") -> dict[str, np.ndarray]:
+    """Random inputs for ``operator``, always the same."""
+    return random_tensors(operator, 0, kind=kind)

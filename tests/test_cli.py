@@ -1,0 +1,488 @@
+"""The command line: exit codes, streams, JSON, files, and one clear line for every error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Install
+from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
+
+import cli
+import dispatcher
+from dispatcher.errors import BuildError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        def refuse(constant: str) -> Any:
+            raise AssertionError(f"{constant} is not JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs a command in this process."""
+
+    def run_command(*arguments: str) -> Ended:
+        capsys.readouterr()
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return run_command
+
+
+def spawn(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    command = [sys.executable, "-m", "cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
+
+
+# ---- every command, in words and as JSON -------------------------------------------------------------------
+COMMANDS = {
+    "devices": ["devices"],
+    "problems": ["problems"],
+    "show": ["show", SOFTMAX],
+    "run": ["run", MAXMAX, "--device", "numpy"],
+    "explain": ["explain", CONV, "--device", "numpy"],
+    "verify": ["verify", CONV, "--device", "numpy"],
+    "bench": ["bench", CONV, "--device", "numpy", "--repeat", "2"],
+}
+
+OPERATOR_KEYS = {
+    *("problem", "title", "dtype", "precision", "sizes", "scalars"),
+    *("tensor_shapes", "output_shape", "flops", "ideal_bytes"),
+}
+KEYS = {
+    "devices": {"devices", "auto"},
+    "problems": {"problems"},
+    "show": {
+        *("name", "title", "origin", "path", "tolerance"),
+        *("parameters", "pipeline", "cases", "shorthands"),
+    },
+    "run": {
+        *OPERATOR_KEYS,
+        *("case", "seed", "device", "skipped", "inputs_s", "compile_s", "first_s", "warm_s"),
+        *("warm_median_s", "gflops", "verified", "comparison", "output"),
+    },
+    "explain": {*OPERATOR_KEYS, "case", "device", "skipped", "convolutions", "launches"},
+    "verify": {"passed", "results"},
+    "bench": {"results", "failures"},
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_its_result_and_nothing_else(run: Any, name: str) -> None:
+    ended = run(*COMMANDS[name])
+    assert ended.code == 0
+    assert ended.out.strip()
+    assert ended.err == ""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_has_the_promised_keys(run: Any, name: str) -> None:
+    ended = run(*COMMANDS[name], "--json")
+    assert ended.code == 0
+    assert ended.err == ""
+    assert ended.json["schema"] == 1
+    assert ended.json["command"] == name
+    assert set(ended.json) == {"schema", "command", *KEYS[name]}
+
+
+def test_the_list_of_commands_is_complete(run: Any) -> None:
+    ended = run("--help")
+    assert ended.code == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in ended.out
+        assert run(name, "--help").code == 0
+    assert run().out == ended.out
+    assert run("--version").out == f"kernel-dispatcher {dispatcher.__version__}\n"
+
+
+def test_devices_says_why_not(run: Any, install_backends: Install) -> None:
+    install_backends(FakeBackend("cuda", unavailable="no driver library libcuda.so.1"))
+    ended = run("devices")
+    assert "no driver library libcuda.so.1" in ended.out
+    assert "auto picks numpy" in ended.out
+    listed = run("devices", "--json").json
+    assert listed["auto"] == "numpy"
+    assert listed["devices"][0]["reason"] == "no driver library libcuda.so.1"
+    install_backends(FakeBackend("cuda", unavailable="no driver"), keep=())
+    assert run("devices").code == 0
+    assert run("devices", "--json").json["auto"] is None
+
+
+def test_show_renders_fields_for_people(run: Any) -> None:
+    pipeline = run("show", SOFTMAX, "--json").json["pipeline"]
+    assert pipeline[0]["op"] == "avg_pool3d"
+    assert pipeline[3]["fields"] == {"axis": "spatial"}
+    assert pipeline[1]["fields"]["stride"] == ["stride_d", "stride_h", "stride_w"]
+    assert "avg_pool3d(window=pool_kernel)" in run("show", SOFTMAX).out
+
+
+def test_numbers_that_json_lacks_are_texts(run: Any) -> None:
+    assert run("show", SOFTMAX, "--json").json["cases"]["no_pool"]["clamp_max"] == "inf"
+    report = run("run", SOFTMAX, "--device", "numpy", "--set", "clamp_min=-inf", "--json").json
+    assert report["scalars"]["clamp_min"] == "-inf"
+    assert type(report["gflops"]) is float
+    assert type(report["flops"]) is int
+    assert type(report["comparison"]["max_abs_error"]) is float
+
+
+# ---- run ---------------------------------------------------------------------------------------------------
+def test_run_reports_what_it_did(run: Any) -> None:
+    report = run("run", MAXMAX, "--device", "numpy", "--seed", "7", "--repeat", "3", "--json").json
+    assert (report["problem"], report["case"], report["seed"]) == (MAXMAX, "sample", 7)
+    assert report["device"]["id"] == "numpy"
+    assert report["verified"] is True
+    assert len(report["warm_s"]) == 3
+    assert min(report["warm_s"]) <= report["warm_median_s"] <= max(report["warm_s"])
+    assert report["output_shape"] == [2, 1, 2, 2, 3]
+    assert run("run", MAXMAX, "--device", "numpy", "--no-verify", "--json").json["verified"] is None
+
+
+def test_settings_override_the_case(run: Any) -> None:
+    report = run("run", CONV, "--device", "numpy", "--set", "stride=1,2,3", "--set", "padding=0", "--json",
+                 "--set", "output_padding=0", "--case", "odd", "--dtype", "float64").json  # fmt: skip
+    assert [report["sizes"][f"stride_{axis}"] for axis in "dhw"] == [1, 2, 3]
+    assert report["sizes"]["groups"] == 3
+    assert report["dtype"] == "float64"
+    assert report["case"] == "odd"
+
+
+def test_tensors_from_files_and_the_result_into_one(run: Any, tmp_path: Path) -> None:
+    tensors = conv_tensors()
+    np.save(tmp_path / "x.npy", np.asfortranarray(tensors["input"]))
+    np.save(tmp_path / "w.npy", tensors["kernel"])
+    output = tmp_path / "y.npy"
+    output.write_bytes(b"old")
+    command = [
+        "run",
+        CONV,
+        "--device",
+        "numpy",
+        "--tensor",
+        f"input={tmp_path}/x.npy",
+        "--output",
+        str(output),
+    ]
+    ended = run(*command, "--tensor", f"kernel={tmp_path}/w.npy", "--set", "stride=2")
+    assert (ended.code, ended.err) == (0, "")
+    expected = dispatcher.run(CONV, device="numpy", **tensors, stride=2)
+    np.testing.assert_array_equal(np.load(output), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.npy", "x.npy", "y.npy"]
+    # Without a case the other tensor's sizes are unknown; with one they are its.
+    assert "kernel_size" in run(*command).err
+    assert run(*command, "--case", "sample").code == 0
+    assert np.load(output).shape == (2, 6, 6, 8, 10)
+
+
+def test_integer_files_are_converted(run: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((1, 1, 2, 2, 2), ">i4"))
+    ended = run("run", CONV, "--device", "numpy", "--tensor", f"input={tmp_path}/x.npy",
+                "--set", "kernel_size=1", "--set", "out_channels=1")  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_a_failed_write_keeps_the_old_file(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "y.npy"
+    output.write_bytes(b"old")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    ended = run("run", MAXMAX, "--device", "numpy", "--output", str(output))
+    assert ended.code == 2
+    assert "--output" in ended.err
+    assert "No space left" in ended.err
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_the_result_is_kept_though_verification_fails(
+    run: Any, install_backends: Install, tmp_path: Path
+) -> None:
+    install_backends(FakeBackend("bad", lambda operator, tensors: np.zeros(operator.output_shape, "f4")))
+    assert run("run", MAXMAX, "--output", str(tmp_path / "y.npy")).code == 1
+    assert not np.load(tmp_path / "y.npy").any()
+
+
+def test_the_same_seed_gives_the_same_bytes_everywhere(tmp_path: Path) -> None:
+    files = [tmp_path / "one.npy", tmp_path / "two.npy", tmp_path / "other.npy"]
+    for path, seed, hash_seed in zip(files, "001", "120", strict=True):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = ["run", MAXMAX, "--device", "numpy", "--seed", seed, "--output", str(path), "--no-verify"]
+        assert spawn(*command, env=environment).returncode == 0
+    first, second, other = (path.read_bytes() for path in files)
+    assert first == second != other
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--set", "stride=0"], 2, "stride"),
+        (["--set", "stride=-1"], 2, "--set stride is -1"),
+        (["--set", "stride=2,2"], 2, "--set stride has 2 values"),
+        (["--set", "stride=2.5"], 2, "--set stride is '2.5'"),
+        (["--set", "stride=true"], 2, "--set stride is 'true'"),
+        (["--set", "dilation=0"], 2, "dilation"),
+        (["--set", "groups=0"], 2, "groups"),
+        (["--set", "groups=3"], 2, "in_channels is 4; it must be divisible by groups (3)"),
+        (["--set", "stride=1", "--set", "stride=1"], 2, "given twice"),
+        (["--set", "stride=1", "--set", "stride_d=2"], 2, "stride and stride_d contradict"),
+        (["--set", "shape=1,1,2,2"], 2, "no parameter 'shape'"),
+        (["--set", "padding=99"], 2, "output size on axis depth"),
+        (["--repeat", "0"], 2, "--repeat is '0'"),
+        (["--repeat", "nan"], 2, "--repeat is 'nan'"),
+        (["--seed", "-1"], 2, "--seed is '-1'"),
+        (["--seed", str(2**64)], 2, "--seed is '18446744073709551616'"),
+        (["--seed", "1.5"], 2, "--seed is '1.5'"),
+        (["--seed", "abc"], 2, "--seed is 'abc'"),
+        (["--dtype", "bfloat16"], 2, "--dtype is 'bfloat16'"),
+        (["--precision", "fp8"], 2, "--precision is 'fp8'"),
+        (["--precision", "tf32", "--dtype", "float64"], 2, "tf32"),
+        (["--case", "nope"], 2, "no case 'nope'"),
+        (["--tensor", "input=missing.npy"], 2, "--tensor input: 'missing.npy'"),
+        (["--tensor", "input"], 2, "--tensor 'input' is not understood"),
+        (["--tensor", "weight=x.npy"], 2, "--tensor weight"),
+        (["--tensor", f"input={__file__}"], 2, "cannot be read as a .npy file"),
+        (["--output", "no/such/folder/y.npy"], 2, "--output 'no/such/folder/y.npy'"),
+        (["--output", "/dev/null"], 2, "not a regular file"),
+        (["--output", "/"], 2, "--output '/'"),
+        (["--device", "99"], 3, "'99'"),
+        (["--device", "vulkan:0"], 3, "'vulkan'"),
+        (["--device", "numpy:3"], 3, "no device 3; numpy has 1 device"),
+        (["--device", ""], 3, "a name is missing"),
+        (["--frobnicate"], 2, "--frobnicate"),
+        (["extra"], 2, "extra"),
+        (["--device"], 2, "--device"),
+    ],
+)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    run: Any, arguments: list[str], code: int, words: str
+) -> None:
+    ended = run("run", CONV, *arguments)
+    assert ended.out == ""
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert words in ended.err
+    assert ended.code == code
+
+
+@pytest.mark.parametrize("text", ["clamp_min=nan", "clamp_max=low", "clamp_min=1,2"])
+def test_wrong_scalars(run: Any, text: str) -> None:
+    ended = run("run", SOFTMAX, "--set", text)
+    assert ended.code == 2
+    assert f"--set {text.partition('=')[0]}" in ended.err
+
+
+@pytest.mark.parametrize("command", ["explain", "verify", "bench"])
+def test_the_other_commands_check_as_well(run: Any, install_backends: Install, command: str) -> None:
+    fake = FakeBackend()
+    install_backends(fake)
+    for arguments in (["--set", "stride=0"], ["--case", "nope"], ["--dtype", "int8"], ["--precision", "x"]):
+        ended = run(command, CONV, *arguments)
+        assert ended.code == 2, arguments
+        assert ended.err.count("\n") == 1
+    assert fake.probes == 0
+    assert run(command, CONV, "--device", "fake:9").code == 3
+    assert run(command, "nope").code == 2
+
+
+def test_backend_names_are_case_blind(run: Any) -> None:
+    assert run("run", MAXMAX, "--device", "NumPy").code == 0
+
+
+def test_unknown_commands_and_missing_arguments(run: Any) -> None:
+    for arguments in (["frobnicate"], ["run"], ["show"], ["--frob"]):
+        ended = run(*arguments)
+        assert ended.code == 2
+        assert ended.err.startswith("error: ")
+        assert ended.err.count("\n") == 1
+
+
+def test_a_broken_problem_file_is_named(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("name: x\nname: y\n")
+    ended = run("run", str(tmp_path / "bad.yaml"))
+    assert ended.code == 2
+    assert "bad.yaml:2" in ended.err
+
+
+def test_a_wrong_command_ends_before_anything_is_opened(
+    run: Any, install_backends: Install, tmp_path: Path
+) -> None:
+    fake = FakeBackend()
+    install_backends(fake)
+    start = time.perf_counter()
+    huge = ["--set", "depth=100000", "--set", "height=100000"]
+    assert run("run", CONV, *huge, "--output", str(tmp_path / "no" / "y.npy")).code == 2
+    assert run("run", CONV, *huge, "--set", "groups=3").code == 2
+    assert run("run", CONV, *huge, "--device", "fake:").code == 3
+    assert time.perf_counter() - start < 2
+    assert fake.probes == 0
+
+
+def test_build_errors_exit_4_and_show_their_log_when_asked(run: Any, install_backends: Install) -> None:
+    error = BuildError("kernel conv_transpose3d_direct did not build: expected ';'", log="line 1\nline 2")
+    install_backends(FakeBackend("bad", build_error=error))
+    ended = run("run", CONV, "--device", "bad")
+    assert ended.code == 4
+    assert ended.err == "error: kernel conv_transpose3d_direct did not build: expected ';'\n"
+    ended = run("run", CONV, "--device", "bad", "--debug")
+    assert "Traceback" in ended.err
+    assert "line 2" in ended.err
+
+
+def test_an_unexpected_error_is_one_line_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dispatcher import loader
+
+    def broken() -> Any:
+        raise ZeroDivisionError("a bug\nof two lines")
+
+    monkeypatch.setattr(loader, "problem_names", broken)
+    ended = run("problems")
+    assert ended.code == 4
+    hint = "(run again with --debug for the traceback)"
+    assert ended.err == f"error: unexpected ZeroDivisionError: a bug; of two lines {hint}\n"
+    assert "Traceback" in run("problems", "--debug").err
+
+
+def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dispatcher import loader
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loader, "problem_names", interrupted)
+    ended = run("problems")
+    assert (ended.code, ended.out) == (130, "")
+    assert "Traceback" not in ended.err
+
+
+# ---- in a process of its own -------------------------------------------------------------------------------
+def test_exit_codes_reach_the_shell() -> None:
+    for arguments, code in (
+        (["problems"], 0),
+        (["run", CONV, "--set", "stride=0"], 2),
+        (["run", CONV, "--device", "99"], 3),
+    ):
+        ended = spawn(*arguments)
+        assert ended.returncode == code
+        assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["problems"], ["problems", "--json"], ["show", CONV], ["--version"], []]
+)
+def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "cli", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        check=False,
+    )
+    os.close(writer)
+    assert ended.stderr == b""
+    assert ended.returncode == 141
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "cli", "problems"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: stdout cannot be written")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_closed_stdin_and_a_narrow_terminal() -> None:
+    ended = spawn("problems", stdin=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "20", "NO_COLOR": "1"})
+    assert ended.returncode == 0
+    assert CONV in ended.stdout
+    assert "\x1b" not in ended.stdout
+
+
+def test_a_progress_bar_is_for_terminals_and_does_not_reach_stdout() -> None:
+    leader, follower = os.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "verify", "--device", "numpy", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        cwd=ROOT,
+        env=environment,
+    )
+    os.close(follower)
+    seen = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            seen += chunk
+    except OSError:  # how the end of a terminal shows on Linux
+        pass
+    out, _ = process.communicate()
+    os.close(leader)
+    assert process.returncode == 0
+    assert json.loads(out)["passed"] is True
+    assert b"verifying" in seen
+
+
+def test_the_environment_names_the_device() -> None:
+    ended = spawn("run", MAXMAX, "--json", env={**os.environ, "DISPATCHER_DEVICE": "numpy"})
+    assert json.loads(ended.stdout)["device"]["id"] == "numpy"
+    ended = spawn("run", MAXMAX, env={**os.environ, "DISPATCHER_DEVICE": "nope"})
+    assert ended.returncode == 3
+    assert "DISPATCHER_DEVICE" in ended.stderr
+
+
+def test_a_machine_without_opencl_still_works() -> None:
+    environment = {**os.environ, "OCL_ICD_VENDORS": "/nonexistent"}
+    ended = spawn("devices", "--json", env=environment)
+    assert ended.returncode == 0
+    report = json.loads(ended.stdout)
+    assert report["devices"][-1]["id"] == "numpy"
+    if all(device["backend"] != "opencl" or not device["available"] for device in report["devices"]):
+        ended = spawn("run", MAXMAX, "--device", "opencl", env=environment)
+        assert ended.returncode == 3
+        assert "Traceback" not in ended.stderr
+        assert ended.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_run_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli", "run", MAXMAX, "--device", "numpy", "--repeat", "1000000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err

@@ -1,0 +1,138 @@
+"""Both convolution kernels on geometries from one end to the other; small integers make every bit count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher.operator import Operator
+from dispatcher.verification import verify_result
+from tests.cuda_support import check, compiled, device, poisoned
+from tests.strategies import Recipe, conv_operator, convolutions, pipelines, tensors_of, thorough
+
+POOL = {"op": "max_pool3d", "window": 2}
+MEAN = {"op": "avg_pool3d", "window": 2}
+SUM = {"op": "sum", "axis": "channel"}
+
+
+def exact(op: Operator, **options: Any) -> list[str]:
+    """Compare to the last bit on small integers; returns the names of the launches."""
+    device()
+    tensors = tensors_of(op, "integers")
+    run = compiled(op, **options)
+    wanted = REFERENCE.compile(op, REFERENCE.probe()[0], {})(tensors)
+    np.testing.assert_array_equal(run(tensors, poisoned(op)), wanted)
+    return [launch.name for launch in run.launches]
+
+
+RESIDENT: dict[str, Operator] = {
+    "one": conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1)),
+    "odd_everything": conv_operator((3, 5, 3, 5, 7), 33, (3, 4, 5), stride=[2, 1, 2], padding=[1, 0, 2], bias=True),
+    "stride3": conv_operator((1, 9, 2, 3, 5), 17, (3, 2, 4), stride=3, output_padding=2, bias=True),
+    "holes": conv_operator((2, 2, 3, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
+    "dilated": conv_operator((1, 4, 3, 4, 12), 9, (3, 3, 3), stride=2, dilation=2, padding=1),
+    "far_taps": conv_operator((1, 3, 2, 2, 16), 4, (1, 1, 5), dilation=3, padding=[0, 0, 6]),
+    "many_channels": conv_operator((1, 20, 2, 3, 8), 130, (2, 2, 2), stride=2),
+    "pairs_of_lines": conv_operator((2, 16, 3, 4, 24), 24, (4, 4, 4), stride=2, padding=1),
+    "odd_lines": conv_operator((1, 8, 2, 3, 12), 8, (3, 3, 3), stride=2, padding=1),
+    "two_pools": conv_operator((2, 8, 7, 7, 20), 20, (5, 5, 5), stride=2, padding=2, after=[POOL, {**POOL, "window": 3}, SUM]),
+    "two_pools_stored": conv_operator((1, 3, 4, 5, 6), 9, (3, 3, 3), stride=2, after=[POOL, {**POOL, "window": [2, 1, 3]}]),
+    "mean_then_sum": conv_operator((1, 8, 4, 4, 6), 8, (3, 3, 3), stride=2, padding=1, after=[MEAN, SUM]),
+    "sum_unfolded": conv_operator((1, 8, 3, 4, 6), 8, (3, 3, 3), stride=[1, 2, 2], padding=1, after=[SUM]),
+}  # fmt: skip
+GENERAL: dict[str, Operator] = {
+    "groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
+    "depthwise": conv_operator((1, 7, 3, 4, 5), 7, (3, 3, 3), groups=7, padding=1),
+    "wide_groups": conv_operator((1, 4, 2, 3, 3), 140, (2, 2, 2), groups=2),
+    "long_stride": conv_operator((1, 2, 2, 2, 2), 3, (1, 1, 2), stride=[9, 1, 7], bias=True),
+}
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_halo(name: str) -> None:
+    if device().facts["compute_capability"] < "8.0":
+        pytest.skip("tensor cores for TF32 need compute capability 8.0")
+    assert set(exact(RESIDENT[name], algorithm="halo")) == {"conv_halo"}
+
+
+@pytest.mark.parametrize("name", [*RESIDENT, *GENERAL])
+def test_fma(name: str) -> None:
+    assert "conv_fma" in exact({**RESIDENT, **GENERAL}[name], algorithm="fma")
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_what_does_not_fit_the_tensor_cores_takes_the_general_kernel(name: str) -> None:
+    assert "conv_fma" in exact(GENERAL[name])
+
+
+def test_many_input_channels_take_the_general_kernel() -> None:
+    op = conv_operator((1, 3000, 1, 2, 2), 8, (1, 2, 2))
+    run = compiled(op)
+    assert [launch.name for launch in run.launches] == ["conv_fma"]
+    assert "shared memory" in str(run.launches[0].detail["why"])
+    check(op, tensors_of(op))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("name", ["odd_everything", "groups", "two_pools", "mean_then_sum"])
+def test_other_types(name: str, dtype: str) -> None:
+    device()
+    op = {**RESIDENT, **GENERAL}[name]
+    again = Recipe(op.tensor_shapes, _pipeline(op), dtype).bind()
+    check(again, tensors_of(again))
+
+
+def _pipeline(op: Operator) -> list[dict[str, Any]]:
+    """The pipeline of an operator, as a problem file has it."""
+    steps = []
+    for spec in op.problem.pipeline:
+        fields = {}
+        for key, value in spec.fields.items():
+            names = ("batch", "channel", "depth", "height", "width")
+            if key == "axis":
+                fields[key] = [names[axis] for axis in value]
+            elif isinstance(value, tuple):
+                fields[key] = [part if isinstance(part, int) else part.evaluate({}) for part in value]
+            else:
+                fields[key] = value.evaluate({}) if hasattr(value, "evaluate") else value
+        steps.append({"op": spec.op, **fields})
+    return steps
+
+
+@thorough(60)
+@given(convolutions())
+def test_random_convolutions(recipe: Recipe) -> None:
+    device()
+    op = recipe.bind()
+    check(op, tensors_of(op), algorithm="fma")
+
+
+@thorough(60)
+@given(pipelines())
+def test_random_pipelines(recipe: Recipe) -> None:
+    device()
+    op = recipe.bind()
+    check(op, tensors_of(op), algorithm="fma")
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "after"),
+    [
+        ((70000, 1, 1, 1, 1), 1, []),
+        ((35000, 1, 1, 1, 1), 2, []),
+        ((1, 1, 1, 1, 1), 70000, []),
+        ((1, 1, 2, 2, 2), 70000, [POOL]),
+        ((1, 1, 1, 1, 2), 70000, [{"op": "softmax", "axis": "spatial"}]),
+    ],
+    ids=["batch", "batch_and_channels", "channels", "pooled", "softmax"],
+)
+def test_more_blocks_than_a_grid_axis_has(shape: tuple[int, ...], channels: int, after: list[Any]) -> None:
+    device()
+    op = conv_operator(shape, channels, (1, 1, 1), bias=True, after=after)
+    tensors = tensors_of(op)
+    result = compiled(op, algorithm="fma")(tensors, poisoned(op))
+    assert verify_result(op, tensors, result).passed

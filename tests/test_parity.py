@@ -1,0 +1,70 @@
+"""Every backend, device and algorithm agrees with the reference on every case of every bundled problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.loader import load_problem, problem_names
+from dispatcher.operator import DTYPES, Operator
+from tests.strategies import PLACES, Place, tensors_of
+
+#: Cases too large for a test, and those that show most.
+LARGE = ("kernelbench",)
+TELLING = ("sample", "odd")
+
+
+def short(name: str) -> str:
+    """A problem's name without what all of them share."""
+    for prefix in ("conv-transpose3d-", "conv-transpose-3d-"):
+        name = name.removeprefix(prefix)
+    return name.replace("-", "_")
+
+
+def combinations() -> Iterator[pytest.param]:
+    """Place, problem, case and dtype; where compiling is slow, float64 only for the telling cases."""
+    for place in PLACES:
+        for name in problem_names():
+            for case in load_problem(name).cases:
+                for dtype in DTYPES:
+                    if case in LARGE or (place.slow and dtype == "float64" and case not in TELLING):
+                        continue
+                    tag = "" if place.algorithm is None else f"-{place.algorithm}"
+                    label = f"{place.device}-{short(name)}-{case}{tag}-{dtype}"
+                    yield pytest.param(place, name, case, dtype, id=label)
+
+
+def operator_for(name: str, case: str, dtype: str) -> Operator:
+    problem = load_problem(name)
+    return bind_arguments(problem, sort_arguments(problem, {}), case=case, dtype=dtype)
+
+
+@pytest.mark.parametrize(("place", "name", "case", "dtype"), combinations())
+def test_parity(place: Place, name: str, case: str, dtype: str) -> None:
+    operator = operator_for(name, case, dtype)
+    result, comparison = place.check(operator, tensors_of(operator))
+    assert comparison.passed, comparison.reason
+    assert result.dtype == dtype and result.flags.c_contiguous
+
+
+@pytest.mark.parametrize("kind", ["large_mean", "constant", "one_nan", "one_inf", "denormal"])
+@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_parity_on_awkward_numbers(place: Place, name: str, kind: str) -> None:
+    operator = operator_for(name, "sample", "float32")
+    _, comparison = place.check(operator, tensors_of(operator, kind))
+    assert comparison.passed, comparison.reason
+
+
+@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_an_empty_batch_gives_an_empty_result(place: Place, name: str) -> None:
+    operator = operator_for(name, "sample", "float32")
+    tensors = tensors_of(operator)
+    tensors[operator.source] = tensors[operator.source][:0]
+    sizes = {size: value for size, value in operator.sizes.items() if size != "batch_size"}
+    result = place.run(name, **sizes, **operator.scalars, **tensors)
+    assert result.shape == (0, *operator.output_shape[1:]) and result.dtype == np.float32
