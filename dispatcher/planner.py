@@ -1,8 +1,8 @@
 """Cutting a pipeline into launches.
 
 A *segment* is what one launch (or one tight group of launches) computes: either a convolution with the steps
-that a backend can fuse before it (prologue) and behind it (epilogue), or a single step on its own. What can be
-fused is the backend's knowledge; that a value which somebody else reads must reach memory is known here.
+that a backend can fuse before it (prologue) and behind it (epilogue), or a single step on its own. What can
+be fused is the backend's knowledge; that a value which somebody else reads must reach memory is known here.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class StepSpec:
             problem's first tensor), else a tensor parameter's name or an earlier step's ``result``.
         result: the name it gives to its value, or None.
         fields: key to value: ``triple`` a tuple of three Expressions, ``size`` an Expression, ``scalar`` a
-            float or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name, ``axes``
-            a tuple of axis numbers. Only the keys that the file gives.
+            float or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name,
+            ``axes`` a tuple of axis numbers. Only the keys that the file gives.
     """
 
     op: str

@@ -47,10 +47,12 @@ def machine(**settings: Any) -> Iterator[None]:
     driver._contexts.clear()
     try:
         with cudasim.emulate(**settings):
-            yield
+            try:
+                yield
+            finally:
+                for context in driver._contexts.values():
+                    context.close()
     finally:
-        for context in driver._contexts.values():
-            context._close()
         driver._contexts.clear()
         driver._contexts.update(before)
 

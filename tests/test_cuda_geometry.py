@@ -48,7 +48,7 @@ GENERAL: dict[str, Operator] = {
     "groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
     "depthwise": conv_operator((1, 7, 3, 4, 5), 7, (3, 3, 3), groups=7, padding=1),
     "wide_groups": conv_operator((1, 4, 2, 3, 3), 140, (2, 2, 2), groups=2),
-    "long_stride": conv_operator((1, 2, 2, 2, 2), 3, (1, 1, 2), stride=[9, 1, 7], bias=True),
+    "long_stride": conv_operator((1, 2, 2, 2, 2), 3, (1, 1, 2), stride=[9, 2, 7], bias=True),
 }
 
 

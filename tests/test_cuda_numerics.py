@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import erf, sqrt
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,8 @@ def test_gelu(place: str) -> None:
     x[:6] = [-np.inf, np.inf, np.nan, -2.7, 2.7, 0]
     tensors = {"x": x.reshape(1, 1, 1, 1, -1)} | ({"w": w} if place == "fused" else {})
     got = compiled(op)(tensors).ravel()
-    from math import erf, sqrt  # noqa: PLC0415
-
     wanted = np.array([v * 0.5 * (1 + erf(v / sqrt(2))) for v in x[3:].astype(np.float64)])
-    assert np.abs(got[3:] - wanted).max() < 4e-7
+    assert (np.abs(got[3:] - wanted) <= 2e-7 + 2.0**-22 * np.abs(x[3:])).all()
     assert got[0] == 0 and got[1] == np.inf and np.isnan(got[2])
 
 
@@ -140,8 +139,8 @@ def test_special_inputs_travel_as_far_as_they_should(algorithm: str, special: fl
 def test_infinity_stays_infinity(algorithm: str) -> None:
     op = conv_operator((1, 1, 1, 1, 3), 1, (1, 1, 1))
     x = np.array([1, np.inf, 3], np.float32).reshape(1, 1, 1, 1, 3)
-    result = run(op, x, np.full((1, 1, 1, 1, 1), 0.3, np.float32), algorithm)
-    np.testing.assert_array_equal(result.ravel(), np.float32([0.3, np.inf, 0.9]))
+    result = run(op, x, np.full((1, 1, 1, 1, 1), 0.5, np.float32), algorithm)
+    np.testing.assert_array_equal(result.ravel(), np.float32([0.5, np.inf, 1.5]))
 
 
 @pytest.mark.parametrize("low", [-1e4, -MAX_CLAMP_RANGE + 1, 0.0])

@@ -19,6 +19,7 @@ BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path /
 #: What a backend may know of the dispatcher.
 INTERFACE = {
     "dispatcher.errors",
+    "dispatcher.filecache",
     "dispatcher.geometry",
     "dispatcher.interface",
     "dispatcher.operator",

@@ -79,7 +79,7 @@ class Context:
         self._free: dict[int, list[Any]] = defaultdict(list)
         self._streams: list[Any] = []
         self._modules: dict[toolkit.Kernel, Any] = {}
-        atexit.register(self._close)
+        atexit.register(self.close)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -210,14 +210,17 @@ class Context:
                     block.free()
                 blocks.clear()
 
-    def _close(self) -> None:
-        """At exit: give everything back while the driver still works."""
-        with suppress(Exception):
-            with self.active():
-                self.trim()
-                self._streams.clear()
-                self._modules.clear()
-            self._context.detach()
+    def close(self) -> None:
+        """Give everything back, and the context itself; at exit this happens while the driver still works."""
+        atexit.unregister(self.close)
+        if self._lost is None:
+            with suppress(self.driver.Error):
+                with self.active():
+                    self.trim()
+                    self._streams.clear()
+                    self._modules.clear()
+                self._context.detach()
+            self._lost = "it was closed"
 
 
 _contexts: dict[int, Context] = {}

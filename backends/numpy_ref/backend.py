@@ -85,11 +85,12 @@ def walk(
         The last step's value; its elements may lie in memory in any order.
     """
     batch = operator.steps[0].input_shape[0]
-    last_read = {step.source: index for index, step in enumerate(operator.steps)}
+    last_read: dict[int, int] = {}  # value to the index of the last step that reads it
     for index, step in enumerate(operator.steps):
-        for operand in step.operands:
-            if isinstance(operand, ValueOperand):
-                last_read[operand.value] = index
+        last_read[step.source] = index
+        last_read.update(
+            {operand.value: index for operand in step.operands if isinstance(operand, ValueOperand)}
+        )
 
     def tensor(name: str, shape: Sequence[int], per_item: bool) -> T:
         array = np.asarray(tensors[name]).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from dispatcher.steps import ConvTranspose3d, Pointwise, ScalarOperand, TensorOp
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
 HALF_RUN = 1024
+#: A result larger than this is written past the caches: it would not stay in them anyway.
+STREAM_BYTES = 8 << 20
 
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
@@ -123,8 +126,16 @@ class LinesLaunch:
         _, starts = self._pack(np.zeros(weight_shape, np.float32), self._layout)
         last = operator.steps[segment.last]
         prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
+        final = segment.last + 1 == len(operator.steps)
         source = lines.render(
-            self._layout, convolution, prologue, epilogue, last.shape, phase_weights=starts, double=double
+            self._layout,
+            convolution,
+            prologue,
+            epilogue,
+            last.shape,
+            phase_weights=starts,
+            stream=final and math.prod(last.shape) * real.itemsize > STREAM_BYTES,
+            double=double,
         )
         self.source, self.output = operator.steps[segment.first].source, segment.last + 1
         self._runtime, self._real, self._weight = runtime, real, convolution.weight.name

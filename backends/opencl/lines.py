@@ -21,8 +21,8 @@ from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, Scal
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.08
-#: Below these, Winograd is not chosen: a call is too short to matter, and with few input channels the transforms
-#: cost what the products save, while an output with few products of its own shows its neighbours' rounding.
+#: Below these, Winograd is not chosen: a call is too short to matter, and with few input channels the
+#: transforms cost what the products save, while an output with few products shows its neighbours' rounding.
 WINOGRAD_FLOPS = 1 << 26
 WINOGRAD_CHANNELS = 16
 STAGE_FILES = {
@@ -57,7 +57,7 @@ def choose(
     """The tile for a segment, and why its algorithm was chosen.
 
     Args:
-        algorithm: ``auto`` for the one with less estimated work, ``direct``, or ``winograd`` where it applies.
+        algorithm: ``auto`` for less estimated work, ``direct``, or ``winograd`` where it applies.
     """
 
     def tile(winograd: bool) -> tuple[Tile, float]:
@@ -155,6 +155,7 @@ def render(
     output: tuple[int, int, int, int, int],
     *,
     phase_weights: Sequence[int],
+    stream: bool,
     double: bool,
 ) -> LinesSource:
     """Source text for one segment.
@@ -166,6 +167,7 @@ def render(
         epilogue: the steps behind it.
         output: shape of what the segment stores.
         phase_weights: where the weights of each phase start.
+        stream: write the result past the caches.
         double: compute in double.
     """
     g, tile = layout.geometry, layout.tile
@@ -225,6 +227,7 @@ def render(
         "OUT_H": output[3],
         "OUT_W": output[4],
         "USE_FOLD": layout.fold is not None,
+        "USE_STREAM": stream,
     }
     scratch = layout.core_size
     fold, after, after_calls = "", "", ""

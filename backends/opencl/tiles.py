@@ -1,8 +1,8 @@
 """Tile parameters of the CPU convolution: their meaning, their constraints, and how they are chosen.
 
 A *line* is what vectors run along: the positions of several rows one behind another. In *row* form each row
-starts on a vector of its own; in *flat* form rows follow each other with only the halo's gap between them, which
-wastes fewer lanes when a row is not a multiple of the vector.
+starts on a vector of its own; in *flat* form rows follow each other with only the halo's gap between them,
+which wastes fewer lanes when a row is not a multiple of the vector.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class LineLayout:
 
     @property
     def lines_h(self) -> int:
-        """Lines that the rows of a box along height are dealt out to: 1, or 2 for the rows of a Winograd tile."""
+        """Lines that a box's rows along height are dealt out to: 1, or 2 for the rows of a Winograd tile."""
         return 2 if self.tile.winograd else 1
 
     @property
@@ -137,7 +137,7 @@ class LineLayout:
 
     @cached_property
     def channel(self) -> int:
-        """Distance between packed channels: an odd number of cache lines, which spreads them over the sets."""
+        """Distance between packed channels: an odd number of cache lines, so they spread over the sets."""
         if self.tile.winograd:
             extent = (self.line_rows - 1) * self.pitch + self.edge
         else:
@@ -219,8 +219,8 @@ class LineLayout:
 
     @property
     def edge_size(self) -> int:
-        """Rows of one channel on their way through the transform, and one row beside them."""
-        return round_up((len(self.height.rows) + 1) * self.edge, 16) if self.tile.winograd else 0
+        """Rows of one channel on their way through the transform."""
+        return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
 
     @property
     def tiles_size(self) -> int:

@@ -46,8 +46,8 @@ __device__ __forceinline__ double square_root(double v) { return sqrt(v); }
 // x/2 * (1 + erf(x/sqrt(2))), with the limits 0 and +inf at the ends.
 __device__ __forceinline__ double gelu(double x) { return x < -40. ? 0. : .5 * x * erfc(-x * .70710678118654752440); }
 
-// The same in float as relu(x) - m*Phi(-m), m = min(|x|, 6.2), where log2(Phi(-m)) is a polynomial fitted on [0, 6.2].
-// The absolute error stays below 2e-7; there is no branch and one special-function instruction.
+// The same in float as relu(x) - m*Phi(-m), m = |x|, where log2(Phi(-m)) is a polynomial fitted on [0, 6.2]; the product is
+// 2e-9 at the end and left out beyond. Absolute error below 2e-7, no branch, one special-function instruction.
 __device__ __forceinline__ float exp2_fast(float v) {
 #ifdef CUSIM
   return exp2f(v);
@@ -59,7 +59,7 @@ __device__ __forceinline__ float exp2_fast(float v) {
 }
 
 __device__ __forceinline__ float gelu(float x) {
-  float m = fabsf(x) < 6.2f ? fabsf(x) : 6.2f;
+  float m = fabsf(x) < 6.2f ? fabsf(x) : 0.f;
   float q = 3.3090098e-05f;
   q = fmaf(q, m, -7.6919439e-04f);
   q = fmaf(q, m, 8.0806306e-03f);

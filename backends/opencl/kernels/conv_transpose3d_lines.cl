@@ -17,23 +17,35 @@
 //   2. Stages: each fused step works on whole lines in cache: pointwise work rides on the store of the stage before it, layer
 //      norm and channel sums run lane by lane, pools fold lines of one window together.
 //   3. Store: phases along width are interleaved and rows written whole.
+// With USE_STREAM rows go past the caches (a result larger than them need not push anything out, nor be read before it is written).
 // Scratch is a slice of global memory per worker, small enough for its core's L2 cache. No barriers and no local memory are used.
 //
 // The host guarantees: weights are finite (zero lines stand for what lies outside the tensor), a box covers whole pooling windows,
 // every table matches the geometry, scratch has SCRATCH zeroed elements a worker, and padding in it is never written.
 
-// Writes one row of OUT_W elements: STORE_PLANES phases, STORE_LINE apart, interleaved.
+// Writes one row of OUT_W elements: STORE_PLANES phases, STORE_LINE apart, interleaved. Whole vectors first, by WRITE_V.
+#if STORE_PLANES == 1 && VEC > 1
+#define WRITE_ROW(WRITE_V) \
+  for (; m + VEC <= OUT_W; m += VEC) WRITE_V(LOAD_V(line + m), y + m);
+#elif STORE_PLANES == 2 && VEC > 1
+#define WRITE_ROW(WRITE_V)                                                      \
+  for (; 2 * (m + VEC) <= OUT_W; m += VEC) {                                    \
+    const real_v even = LOAD_V(line + m), odd = LOAD_V(line + STORE_LINE + m);  \
+    WRITE_V(INTERLEAVE_LOW(even, odd), y + 2 * m);                              \
+    WRITE_V(INTERLEAVE_HIGH(even, odd), y + 2 * m + VEC);                       \
+  }
+#else
+#define WRITE_ROW(WRITE_V)
+#endif
+
 static void store_row(global REAL *restrict y, global const REAL *restrict line) {
   int m = 0;
-#if STORE_PLANES == 1 && VEC > 1
-  for (; m + VEC <= OUT_W; m += VEC) STORE_V(LOAD_V(line + m), y + m);
-#elif STORE_PLANES == 2 && VEC > 1
-  for (; 2 * (m + VEC) <= OUT_W; m += VEC) {
-    const real_v even = LOAD_V(line + m), odd = LOAD_V(line + STORE_LINE + m);
-    STORE_V(INTERLEAVE_LOW(even, odd), y + 2 * m);
-    STORE_V(INTERLEAVE_HIGH(even, odd), y + 2 * m + VEC);
+#if USE_STREAM && defined(STREAM_V)
+  if ((size_t)y % sizeof(real_v) == 0) {
+    WRITE_ROW(STREAM_V)
   }
 #endif
+  WRITE_ROW(STORE_V)
   for (int w = m * STORE_PLANES; w < OUT_W; w++)
     y[w] = line[(w % STORE_PLANES) * STORE_LINE + w / STORE_PLANES];
 }

@@ -23,9 +23,10 @@ static void pack_box(global REAL *restrict packed, global const REAL *restrict x
       global REAL *line = packed + (size_t)plane * PLANE + row * PITCH;
       if ((uint)h < IH) {
         global const REAL *source = x + ((size_t)d * IH + h) * IW;
-        for (int c = 0; c < IC; c++) load_row(line + c * CHANNEL, source + (size_t)c * ((size_t)ID * IH * IW), operands, c);
+        for (int c = 0; c < IC; c++)
+          combine_row(line + c * CHANNEL, source + (size_t)c * ((size_t)ID * IH * IW), 0, 1, operands, c);
       } else {
-        for (int c = 0; c < IC; c++) clear(line + c * CHANNEL, PITCH);
+        for (int c = 0; c < IC; c++) clear(line + c * CHANNEL, IW);
       }
     }
   }

@@ -33,42 +33,29 @@
 #undef TILE_W
 #endif
 
-// One channel's input rows of component (a, b, s) along depth: e[row] = x[a] + s * x[b], zero outside the tensor.
-static void combine_rows(global REAL *restrict e, global REAL *restrict other, global const REAL *restrict x, const int a,
-                         const int b, const int s, const int first_h, global const REAL *restrict operands, const int channel) {
-  for (int row = 0; row < ROWS; row++) {
-    const int h = first_h + INPUT_H[row];
-    global REAL *line = e + row * EDGE;
-    const bool inside = (uint)h < IH, has_a = inside && (uint)a < ID, has_b = inside && s != 0 && (uint)b < ID;
-    if (has_a) load_row(line, x + ((size_t)a * IH + h) * IW, operands, channel);
-    else clear(line, PITCH);
-    if (has_b) {
-      load_row(other, x + ((size_t)b * IH + h) * IW, operands, channel);
-      for (int w = 0; w < EDGE; w += VEC) {
-        const real_v sum = s > 0 ? LOAD_V(line + w) + LOAD_V(other + w) : LOAD_V(line + w) - LOAD_V(other + w);
-        STORE_V(sum, line + w);
-      }
-    }
-  }
-}
-
 // Transformed lines of depth component (a, b, s) for the height components of phase rh.
 static void transform(global REAL *restrict v, global REAL *restrict e, global const REAL *restrict x, const int a, const int b,
                       const int s, const int first_h, const int rh, global const REAL *restrict operands) {
-  global REAL *const other = e + ROWS * EDGE;
+  const bool has_a = (uint)a < ID, has_b = s != 0 && (uint)b < ID;
   for (int c = 0; c < IC; c++) {
-    combine_rows(e, other, x + (size_t)c * ((size_t)ID * IH * IW), a, b, s, first_h, operands, c);
+    global const REAL *image = x + (size_t)c * ((size_t)ID * IH * IW);
+    for (int row = 0; row < ROWS; row++) {
+      const int h = first_h + INPUT_H[row];
+      const bool inside = (uint)h < IH;
+      combine_row(e + row * EDGE, inside && has_a ? image + ((size_t)a * IH + h) * IW : 0,
+                  inside && has_b ? image + ((size_t)b * IH + h) * IW : 0, s, operands, c);
+    }
     for (int part = 0; part < PARTS_H[rh]; part++) {
       const int sign = SIGN_H[rh][part];
       for (int i = 0; i < BOX_H / 2; i++) {
         global const REAL *ra = e + (2 * i + ROW_A_H[rh][part]) * EDGE, *rb = e + (2 * i + ROW_B_H[rh][part]) * EDGE;
         global REAL *line = v + ((size_t)part * IC + c) * CHANNEL + i * PITCH;
         if (sign == 0)
-          for (int w = 0; w < EDGE; w += VEC) STORE_V(LOAD_V(ra + w), line + w);
+          for (int w = 0; w < IW; w += VEC) STORE_V(LOAD_V(ra + w), line + w);
         else if (sign > 0)
-          for (int w = 0; w < EDGE; w += VEC) STORE_V(LOAD_V(ra + w) + LOAD_V(rb + w), line + w);
+          for (int w = 0; w < IW; w += VEC) STORE_V(LOAD_V(ra + w) + LOAD_V(rb + w), line + w);
         else
-          for (int w = 0; w < EDGE; w += VEC) STORE_V(LOAD_V(ra + w) - LOAD_V(rb + w), line + w);
+          for (int w = 0; w < IW; w += VEC) STORE_V(LOAD_V(ra + w) - LOAD_V(rb + w), line + w);
       }
     }
   }

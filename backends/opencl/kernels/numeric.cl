@@ -26,6 +26,12 @@ typedef PASTE(REAL, VEC) real_v;
 #define STORE_V(value, pointer) PASTE(vstore, VEC)((value), 0, (pointer))
 #endif
 #define SPLAT(value) ((real_v)(value))
+// A store past the caches, to a pointer that is a multiple of the vector, where the compiler has one.
+#if VEC > 1 && defined(__has_builtin)
+#if __has_builtin(__builtin_nontemporal_store)
+#define STREAM_V(value, pointer) __builtin_nontemporal_store((value), (global real_v *)(pointer))
+#endif
+#endif
 
 // Lane 0 of a vector; the two interleavings a0 b0 a1 b1 ... of two vectors.
 #if VEC == 1

@@ -1,0 +1,209 @@
+"""The meaning of every step, written as plain Python loops from its definition, for tiny shapes.
+
+This checks the reference, so it shares nothing with it: sums are exact (``math.fsum``), functions come from
+``math``, and each output element is computed on its own. NaN and infinities are not considered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from dispatcher.operator import Operator
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Operand,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    Step,
+    TensorOperand,
+)
+
+Index = tuple[int, ...]
+
+
+def places(shape: Sequence[int]) -> Iterator[Index]:
+    """Every index of an array of ``shape``."""
+    return product(*(range(extent) for extent in shape))
+
+
+def conv_transpose3d(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> np.ndarray:
+    """Each input element, times each weight of its channel, is added where the definition sends it."""
+    batch, in_channels, *extents = x.shape
+    out_group, *kernel = weight.shape[1:]
+    in_group = in_channels // groups
+    sizes = [
+        (extents[a] - 1) * stride[a] - 2 * padding[a] + dilation[a] * (kernel[a] - 1) + output_padding[a] + 1
+        for a in range(3)
+    ]
+    terms: dict[Index, list[float]] = {
+        place: [] if bias is None else [float(bias.reshape(-1)[place[1]])]
+        for place in places((batch, out_group * groups, *sizes))
+    }
+    for n, c, *voxel in places(x.shape):
+        for o, *tap in places(weight.shape[1:]):
+            target = [voxel[a] * stride[a] - padding[a] + tap[a] * dilation[a] for a in range(3)]
+            place = (n, c // in_group * out_group + o, *target)
+            if place in terms:
+                terms[place].append(float(x[(n, c, *voxel)]) * float(weight[(c, o, *tap)]))
+    y = np.zeros((batch, out_group * groups, *sizes))
+    for place, products in terms.items():
+        y[place] = math.fsum(products)
+    return y
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+POINTWISE: dict[str, Callable[..., float]] = {
+    "add": lambda x, value: x + value,
+    "subtract": lambda x, value: x - value,
+    "scale": lambda x, by: x * by,
+    "clamp": lambda x, low, high: min(max(x, low), high),
+    "gelu": lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2)),
+    "relu": lambda x: max(x, 0.0),
+    "leaky_relu": lambda x, slope: x if x > 0 else slope * x,
+    "sigmoid": sigmoid,
+    "tanh": math.tanh,
+    "silu": lambda x: x * sigmoid(x),
+    "softplus": lambda x: math.log1p(math.exp(x)) if x < 30 else x + math.exp(-x),
+    "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6,
+}
+
+
+def along(x: np.ndarray, axes: Sequence[int]) -> Iterator[list[Index]]:
+    """The indices of ``x``, in lists that differ along ``axes`` only."""
+    kept = [range(1) if axis in axes else range(extent) for axis, extent in enumerate(x.shape)]
+    moved = [range(extent) if axis in axes else range(1) for axis, extent in enumerate(x.shape)]
+    for start in product(*kept):
+        yield [tuple(a + b for a, b in zip(start, offset, strict=True)) for offset in product(*moved)]
+
+
+def normalize(
+    x: np.ndarray,
+    axes: Sequence[int],
+    groups: int,
+    eps: float,
+    weight: np.ndarray | None,
+    bias: np.ndarray | None,
+) -> np.ndarray:
+    y = np.zeros(x.shape)
+    for line in along(x, axes):
+        size = x.shape[1] // groups
+        parts = [[place for place in line if place[1] // size == group] for group in range(groups)]
+        if 1 not in axes:
+            parts = [line]
+        for part in parts:
+            values = [float(x[place]) for place in part]
+            mean = math.fsum(values) / len(values)
+            variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+            for place in part:
+                y[place] = (float(x[place]) - mean) / math.sqrt(variance + eps)
+    for place in places(x.shape):
+        if weight is not None:
+            y[place] *= weight.reshape(-1)[place[1]]
+        if bias is not None:
+            y[place] += bias.reshape(-1)[place[1]]
+    return y
+
+
+def softmax(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    y = np.zeros(x.shape)
+    for line in along(x, axes):
+        top = max(float(x[place]) for place in line)
+        total = math.fsum(math.exp(float(x[place]) - top) for place in line)
+        for place in line:
+            y[place] = math.exp(float(x[place]) - top) / total
+    return y
+
+
+def log_sum_exp(values: Sequence[float]) -> float:
+    top = max(values)
+    return top + math.log(math.fsum(math.exp(value - top) for value in values))
+
+
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": math.fsum,
+    "mean": lambda values: math.fsum(values) / len(values),
+    "max": max,
+    "log_sum_exp": log_sum_exp,
+}
+
+
+def pool(x: np.ndarray, function: str, window: Sequence[int]) -> np.ndarray:
+    extents = [extent // size for extent, size in zip(x.shape[2:], window, strict=True)]
+    y = np.zeros((*x.shape[:2], *extents))
+    for n, c, *voxel in places(y.shape):
+        values = [
+            float(x[(n, c, *(voxel[a] * window[a] + tap[a] for a in range(3)))]) for tap in places(window)
+        ]
+        y[(n, c, *voxel)] = max(values) if function == "max" else math.fsum(values) / len(values)
+    return y
+
+
+def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The result of the whole pipeline, float64."""
+    values = [np.asarray(tensors[operator.source], np.float64)]
+
+    def tensor(operand: TensorOperand | None) -> np.ndarray | None:
+        return None if operand is None else np.asarray(tensors[operand.name], np.float64)
+
+    def read(operand: Operand, place: Index) -> float:
+        if isinstance(operand, ScalarOperand):
+            return operand.value
+        if isinstance(operand, TensorOperand):
+            array = np.asarray(tensors[operand.name], np.float64).reshape(operand.shape)
+        else:
+            array = values[operand.value]
+        return float(array[tuple(min(i, extent - 1) for i, extent in zip(place, array.shape, strict=True))])
+
+    def compute(step: Step, x: np.ndarray) -> np.ndarray:
+        match step:
+            case ConvTranspose3d(geometry=geometry):
+                fields: dict[str, Any] = {
+                    name: [getattr(axis, name) for axis in geometry.axes]
+                    for name in ("stride", "padding", "output_padding", "dilation")
+                }
+                weight = tensor(step.weight)
+                assert weight is not None
+                return conv_transpose3d(x, weight, tensor(step.bias), groups=geometry.groups, **fields)
+            case Pointwise(function=function, arguments=arguments):
+                y = np.zeros(x.shape)
+                for place in places(x.shape):
+                    operands = [read(argument, place) for argument in arguments]
+                    y[place] = POINTWISE[function](float(x[place]), *operands)
+                return y
+            case Normalize():
+                return normalize(x, step.axes, step.groups, step.eps, tensor(step.weight), tensor(step.bias))
+            case Softmax(axes=axes):
+                return softmax(x, axes)
+            case Pool(function=pooling, window=window):
+                return pool(x, pooling, window)
+            case Reduce(function=reduction, axes=axes):
+                y = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)])
+                for line in along(x, axes):
+                    y[line[0]] = REDUCTIONS[reduction]([float(x[place]) for place in line])
+                return y
+        raise AssertionError(f"no definition of {step}")
+
+    for step in operator.steps:
+        values.append(compute(step, values[step.source]))
+    return values[-1]

@@ -1,0 +1,207 @@
+"""Random inputs: the same bytes everywhere, and of the kind that was asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.numpy_ref import reference
+from dispatcher.errors import InputError
+from dispatcher.inputs import KINDS, random_tensors
+from dispatcher.operator import Operator
+from tests.strategies import conv_operator, operator_of
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def small(dtype: str = "float32") -> Operator:
+    return conv_operator((2, 4, 3, 4, 5), 6, (2, 3, 2), bias=True, dtype=dtype)
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """A fingerprint of all bytes, names and shapes."""
+    state = hashlib.sha256()
+    for name, tensor in tensors.items():
+        state.update(f"{name}{tensor.shape}{tensor.dtype}".encode() + tensor.tobytes())
+    return state.hexdigest()
+
+
+#: Made once, on Linux with NumPy 2.4: other machines and releases must make the same.
+DIGESTS = {
+    ("signed", "float16"): "f8f1d2709437f363",
+    ("signed", "float32"): "051f3aeb105eae8d",
+    ("signed", "float64"): "e9bdacb1dec5d65b",
+    ("integers", "float16"): "5aec908a1130cf0d",
+    ("integers", "float32"): "9c320c0095b4eb74",
+    ("integers", "float64"): "84af240c1757fe8b",
+    ("uniform", "float16"): "292eabc47165723e",
+    ("uniform", "float32"): "283520d8ef08bd1e",
+    ("uniform", "float64"): "b6486f634165ee6a",
+    ("large_mean", "float16"): "5d519dfffd8fac7a",
+    ("large_mean", "float32"): "02e4e1d4471ab693",
+    ("large_mean", "float64"): "060e29f787b4b68f",
+    ("constant", "float16"): "cddd70de1d885341",
+    ("constant", "float32"): "ab641ec7486f2bd6",
+    ("constant", "float64"): "059e61f2f14cf9c6",
+    ("one_nan", "float16"): "41a6bdc5813ef8af",
+    ("one_nan", "float32"): "7b49cd22f43ab850",
+    ("one_nan", "float64"): "92d844e34603b166",
+    ("one_inf", "float16"): "a8d7df15af533b77",
+    ("one_inf", "float32"): "e4bd1b603617c90a",
+    ("one_inf", "float64"): "d560ba5b8351f68d",
+    ("denormal", "float16"): "61ff90ae76ac3e45",
+    ("denormal", "float32"): "46153304b5a4fd95",
+    ("denormal", "float64"): "b741f7d092469448",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_never_change(kind: str, dtype: str) -> None:
+    assert digest(random_tensors(small(dtype), 0, kind=kind))[:16] == DIGESTS[kind, dtype]
+
+
+def test_a_fresh_process_makes_the_same_bytes() -> None:
+    code = "from tests.test_inputs import *; print(digest(random_tensors(small(), 7)))"
+    expected = digest(random_tensors(small(), 7))
+    for hash_seed in ("1", "2"):
+        process = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert process.stdout.strip() == expected
+
+
+def test_a_tensor_depends_on_its_name_and_shape_only() -> None:
+    tensors = random_tensors(small(), 3)
+    shapes = {"x": (2, 4, 3, 4, 5), "extra": (2, 4, 3, 4, 5)}
+    other = random_tensors(operator_of(shapes, [{"op": "add", "value": "extra"}]), 3)
+    np.testing.assert_array_equal(tensors["x"], other["x"])
+    assert not np.array_equal(other["x"], other["extra"])
+
+
+def test_seeds_differ_and_repeat() -> None:
+    zero, one = random_tensors(small(), 0), random_tensors(small(), 1)
+    for name in zero:
+        assert not np.array_equal(zero[name], one[name])
+        np.testing.assert_array_equal(zero[name], random_tensors(small(), 0)[name])
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    np.random.seed(5)
+    expected = np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    random_tensors(small(), 0)
+    np.testing.assert_array_equal(np.random.get_state()[1], expected)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1, np.int64(4), np.uint64(2**64 - 1)])
+def test_good_seeds(seed: Any) -> None:
+    random_tensors(small(), seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, 1.0, "abc", "1", True, False, None, np.bool_(True), [1]])
+def test_bad_seeds(seed: Any) -> None:
+    with pytest.raises(InputError, match="seed"):
+        random_tensors(small(), seed)
+
+
+def test_an_unknown_kind() -> None:
+    with pytest.raises(InputError, match="kind is 'normal'"):
+        random_tensors(small(), 0, kind="normal")
+
+
+def test_order_layout_and_empty_batches() -> None:
+    operator = conv_operator((0, 4, 3, 4, 5), 6, (2, 3, 2), bias=True)
+    for kind in KINDS:
+        tensors = random_tensors(operator, 0, kind=kind)
+        assert list(tensors) == list(operator.tensor_shapes)
+        for name, tensor in tensors.items():
+            assert tensor.shape == operator.tensor_shapes[name] and tensor.dtype == np.float32
+            assert tensor.flags.c_contiguous and tensor.flags.writeable
+
+
+@pytest.mark.parametrize("before", [[], [{"op": "avg_pool3d", "window": 2}]], ids=["plain", "pooled"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_signed_inputs_give_outputs_of_deviation_one(before: list[Any], stride: int) -> None:
+    operator = conv_operator((2, 16, 16, 16, 16), 16, (4, 4, 4), before=before, stride=stride, padding=1)
+    tensors = random_tensors(operator, 0)
+    assert abs(tensors["x"].mean()) < 0.02 and abs(tensors["x"].std() - 1) < 0.02
+    result = reference(operator, tensors)
+    assert 0.8 < result[..., 3:-3, 3:-3, 3:-3].std() < 1.2
+    inside = ((result > 0) & (result < 1)).mean()
+    assert 0.2 < inside < 0.5  # a clamp to [0, 1] is partly active, at both ends
+    assert (result < 0).mean() > 0.3 and (result > 1).mean() > 0.1
+
+
+def test_signed_factors_are_away_from_zero_and_terms_have_both_signs() -> None:
+    shapes = {"x": (1, 64, 1, 1, 1), "f": (64, 1, 1, 1), "t": (64,), "g": (64,)}
+    pipeline = [
+        {"op": "scale", "by": "f"},
+        {"op": "layer_norm", "axis": "channel", "weight": "g", "bias": "t"},
+    ]
+    tensors = random_tensors(operator_of(shapes, pipeline), 0)
+    for name in ("f", "g"):
+        assert np.abs(tensors[name]).min() >= 0.5
+    for name in ("f", "g", "t"):
+        assert (tensors[name] > 0).any() and (tensors[name] < 0).any()
+
+
+def test_float32_data_does_not_fit_fewer_bits() -> None:
+    """Else a backend that rounds its inputs would go unnoticed."""
+    for tensor in random_tensors(small(), 0).values():
+        kept = (tensor.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+        assert (kept != tensor).mean() > 0.9
+
+
+def test_integers() -> None:
+    tensors = random_tensors(small(), 0, kind="integers")
+    for tensor in tensors.values():
+        assert (tensor == np.rint(tensor)).all() and np.abs(tensor).max() <= 3
+    assert set(np.unique(tensors["x"])) == set(range(-3, 4))
+
+
+def test_uniform() -> None:
+    tensors = random_tensors(conv_operator((2, 16, 12, 12, 12), 3, (3, 3, 3)), 0, kind="uniform")
+    for tensor in tensors.values():
+        assert tensor.min() >= 0 and tensor.max() < 1
+    assert abs(tensors["x"].mean() - 0.5) < 0.01
+
+
+def test_large_mean() -> None:
+    operator = conv_operator((1, 32, 6, 6, 6), 32, (3, 3, 3), padding=1, bias=True)
+    result = reference(operator, random_tensors(operator, 0, kind="large_mean"))
+    middle = result[..., 2:-2, 2:-2, 2:-2]
+    assert (np.abs(middle.mean(axis=1)) > 50 * middle.std(axis=1)).all() and middle.std(axis=1).min() > 0
+
+
+def test_constant_makes_channels_equal() -> None:
+    operator = conv_operator((1, 24, 3, 3, 3), 5, (3, 3, 3), bias=True)
+    tensors = random_tensors(operator, 0, kind="constant")
+    assert all(len(np.unique(tensor)) == 1 for tensor in tensors.values())
+    result = reference(operator, tensors)
+    assert (result == result[:, :1]).all()
+    np.testing.assert_array_equal(result, result.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_one_nan_one_infinity_and_denormals(dtype: str) -> None:
+    signed = random_tensors(small(dtype), 0)
+    for kind, odd in (("one_nan", np.isnan), ("one_inf", np.isposinf)):
+        tensors = random_tensors(small(dtype), 0, kind=kind)
+        assert odd(tensors["x"]).sum() == 1
+        np.testing.assert_array_equal(tensors["x"][~odd(tensors["x"])], signed["x"][~odd(tensors["x"])])
+        np.testing.assert_array_equal(tensors["w"], signed["w"])
+    denormal = random_tensors(small(dtype), 0, kind="denormal")
+    assert (np.abs(denormal["x"]) < np.finfo(dtype).tiny).all() and (denormal["x"] != 0).mean() > 0.9
+    np.testing.assert_array_equal(denormal["w"], signed["w"])
