@@ -2,10 +2,10 @@
 
     python bench/cuda_resources.py [--arch 80 90 ...] [--output bench/results/cuda-resources.md]
 
-For each architecture the five problems are planned at their `kernelbench` size as on a device of that architecture,
-float32 and tf32, and their kernels are compiled with ``nvcc -Xptxas -v``; the other element types are compiled for
-the `sample` size. Occupancy is theoretical: warps that registers, shared memory and threads allow, of those that a
-multiprocessor can hold.
+For each architecture the five problems are planned at their `kernelbench` size as on a device of that
+architecture, float32 and tf32, and their kernels are compiled with ``nvcc -Xptxas -v``; the other element
+types are compiled for the `sample` size. Occupancy is theoretical: warps that registers, shared memory and
+threads allow, of those that a multiprocessor can hold.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def occupancy(variant: Variant, resources: Resources) -> float:
 
 def main() -> int:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "cuda-resources.md")
     parser.add_argument("--jobs", type=int, default=2)
@@ -163,8 +165,9 @@ def main() -> int:
     lines = [
         "# Resources of the CUDA kernels",
         "",
-        f"Made by `python bench/cuda_resources.py` with nvcc {release}. Kernels of the five problems at their "
-        "`kernelbench` size (float16 and float64: `sample`), each once. Spills are bytes a thread, stores plus loads; "
+        f"Made by `python bench/cuda_resources.py` with nvcc {release}. Kernels of the five problems at "
+        "their `kernelbench` size (float16 and float64: `sample`), each once. Spills are bytes a thread, "
+        "stores plus loads; "
         "occupancy is theoretical.",
         "",
         "| sm | kernel | threads | registers | shared KB | spills | occupancy |",

@@ -1,7 +1,7 @@
 """What the CUDA tests share: a CUDA device, real or simulated, and a fresh view of it.
 
-With ``DISPATCHER_CUDA_SIM=1`` the simulator stands in for the driver. Where there is no device, tests skip with the
-probe's reason, or fail if the environment variable ``DISPATCHER_TEST_REQUIRE`` names ``cuda``.
+With ``DISPATCHER_CUDA_SIM=1`` the simulator stands in for the driver. Where there is no device, tests skip
+with the probe's reason, or fail if the environment variable ``DISPATCHER_TEST_REQUIRE`` names ``cuda``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def device(index: int = 0) -> Device:
 
 @contextmanager
 def machine(**settings: Any) -> Iterator[None]:
-    """Another simulated machine; see :func:`tests.cudasim.emulate`. Devices that were opened are set aside meanwhile."""
+    """Another simulated machine; see :func:`tests.cudasim.emulate`. Devices that were opened are set aside
+    meanwhile."""
     before = dict(driver._contexts)
     driver._contexts.clear()
     try:

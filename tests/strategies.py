@@ -1,7 +1,7 @@
 """Where tests run, and random operators to run there.
 
-Operators are drawn small: a drawn one that would take too long has its extents cut down, in a fixed order, until
-its convolutions stay under :data:`MOST_PRODUCTS` multiplications and its values under :data:`MOST_ELEMENTS` elements.
+Operators are drawn small: one that would take too long has its extents cut down, in a fixed order, until its
+convolutions stay under :data:`MOST_PRODUCTS` products and their results under :data:`MOST_ELEMENTS` elements.
 """
 
 from __future__ import annotations

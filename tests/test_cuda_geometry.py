@@ -31,7 +31,9 @@ def exact(op: Operator, **options: Any) -> list[str]:
 
 RESIDENT: dict[str, Operator] = {
     "one": conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1)),
-    "odd_everything": conv_operator((3, 5, 3, 5, 7), 33, (3, 4, 5), stride=[2, 1, 2], padding=[1, 0, 2], bias=True),
+    "odd_everything": conv_operator(
+        (3, 5, 3, 5, 7), 33, (3, 4, 5), stride=[2, 1, 2], padding=[1, 0, 2], bias=True
+    ),
     "stride3": conv_operator((1, 9, 2, 3, 5), 17, (3, 2, 4), stride=3, output_padding=2, bias=True),
     "holes": conv_operator((2, 2, 3, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
     "dilated": conv_operator((1, 4, 3, 4, 12), 9, (3, 3, 3), stride=2, dilation=2, padding=1),
@@ -39,11 +41,15 @@ RESIDENT: dict[str, Operator] = {
     "many_channels": conv_operator((1, 20, 2, 3, 8), 130, (2, 2, 2), stride=2),
     "pairs_of_lines": conv_operator((2, 16, 3, 4, 24), 24, (4, 4, 4), stride=2, padding=1),
     "odd_lines": conv_operator((1, 8, 2, 3, 12), 8, (3, 3, 3), stride=2, padding=1),
-    "two_pools": conv_operator((2, 8, 7, 7, 20), 20, (5, 5, 5), stride=2, padding=2, after=[POOL, {**POOL, "window": 3}, SUM]),
-    "two_pools_stored": conv_operator((1, 3, 4, 5, 6), 9, (3, 3, 3), stride=2, after=[POOL, {**POOL, "window": [2, 1, 3]}]),
+    "two_pools": conv_operator(
+        (2, 8, 7, 7, 20), 20, (5, 5, 5), stride=2, padding=2, after=[POOL, {**POOL, "window": 3}, SUM]
+    ),
+    "two_pools_stored": conv_operator(
+        (1, 3, 4, 5, 6), 9, (3, 3, 3), stride=2, after=[POOL, {**POOL, "window": [2, 1, 3]}]
+    ),
     "mean_then_sum": conv_operator((1, 8, 4, 4, 6), 8, (3, 3, 3), stride=2, padding=1, after=[MEAN, SUM]),
     "sum_unfolded": conv_operator((1, 8, 3, 4, 6), 8, (3, 3, 3), stride=[1, 2, 2], padding=1, after=[SUM]),
-}  # fmt: skip
+}
 GENERAL: dict[str, Operator] = {
     "groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
     "depthwise": conv_operator((1, 7, 3, 4, 5), 7, (3, 3, 3), groups=7, padding=1),

@@ -1,4 +1,4 @@
-"""Results to the last bit, and everything around them: what is written, what is left alone, what is noticed."""
+"""Results to the last bit, and what is around them: what is written, what is left alone, what is noticed."""
 
 from __future__ import annotations
 

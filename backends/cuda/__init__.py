@@ -1,4 +1,5 @@
-"""CUDA through PyCUDA, with kernels that nvcc compiles for the device at hand. Importing this loads no CUDA library."""
+"""CUDA through PyCUDA, with kernels that nvcc compiles for the device at hand. Importing this loads no CUDA
+library."""
 
 from backends.cuda.backend import CudaBackend
 

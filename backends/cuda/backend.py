@@ -58,7 +58,9 @@ class CudaBackend:
         shapes = [*operator.tensor_shapes.values(), *(step.shape for step in operator.steps)]
         for shape in shapes:
             if any(extent > _LARGEST_EXTENT for extent in shape):
-                return f"an extent of {max(shape)} is more than the {_LARGEST_EXTENT} that the kernels count to"
+                return (
+                    f"an extent of {max(shape)} is more than the {_LARGEST_EXTENT} that the kernels count to"
+                )
         for convolution in operator.convolutions:
             elements = math.prod(convolution.geometry.weight_shape)
             if elements > _LARGEST_EXTENT:
@@ -68,9 +70,9 @@ class CudaBackend:
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> CudaExecutable:
         """Build ``operator`` for ``device``.
 
-        Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of voxels
-        ``(z, y, x)`` for the tensor-core kernel) and ``stream`` (a ``cudaStream_t`` as an integer, whose work each call
-        waits for).
+        Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of
+        voxels ``(z, y, x)`` for the tensor-core kernel) and ``stream`` (a ``cudaStream_t`` as an integer,
+        whose work each call waits for).
 
         Raises:
             InputError: an option is unknown or has a wrong value.
@@ -91,7 +93,9 @@ def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
     known = ("algorithm", "stream", "tile")
     for name in options:
         if name not in known:
-            raise InputError(f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(known)}")
+            raise InputError(
+                f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(known)}"
+            )
     algorithm = options.get("algorithm", "auto")
     if algorithm not in ALGORITHMS:
         raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
@@ -112,13 +116,14 @@ def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[
         return found
     if found.release is not None and found.release[0] > supported[0]:
         return (
-            "the driver supports CUDA {}.{}, older than nvcc's {}.{}; update the driver or use an older toolkit"
+            "the driver supports CUDA {}.{}, older than nvcc's {}.{}; "
+            "update the driver or use an older toolkit"
         ).format(*supported, *found.release)
     known = toolkit.architectures(found)
     if known and architecture not in known:
         wanted = ", ".join(f"{number // 10}.{number % 10}" for number in sorted(known))
         return (
-            f"nvcc {found.release} makes no code for compute capability {architecture // 10}.{architecture % 10}; "
+            f"this nvcc makes no code for compute capability {architecture // 10}.{architecture % 10}; "
             f"it knows {wanted}"
         )
     return None

@@ -1,4 +1,5 @@
-"""Tables that turn a convolution's geometry into what the kernels read: taps, phases and the order of the weights."""
+"""Tables that turn a convolution's geometry into what the kernels read: taps, phases and the order of the
+weights."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         combined = list(itertools.product(*(phase.taps for phase in combination)))
         count = len(combined) * in_group
         offsets = np.array([[tap.offset for tap in triple] for triple in combined], np.int64)
-        index = np.array([(z.index * kernel[1] + y.index) * kernel[2] + x.index for z, y, x in combined], np.int64)
+        index = np.array(
+            [(z.index * kernel[1] + y.index) * kernel[2] + x.index for z, y, x in combined], np.int64
+        )
         spatial = (offsets[:, 0] * extents[1] + offsets[:, 1]) * extents[2] + offsets[:, 2]
         channels = np.tile(np.arange(in_group), len(combined))
         block = np.zeros(count, TERM)
@@ -121,7 +124,9 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
         for tz, ty, number in itertools.product(z.taps, y.taps, range(max(len(x.taps) for x in xs))):
             present = [x.taps[number] if number < len(x.taps) else None for x in xs]
             kernels = [
-                (tz.index * kernel[1] + ty.index) * kernel[2] + tap.index for tap in present if tap is not None
+                (tz.index * kernel[1] + ty.index) * kernel[2] + tap.index
+                for tap in present
+                if tap is not None
             ]
             row: list[tuple[int, tuple[int, ...], int, int]] = []
             before = 0

@@ -1,8 +1,10 @@
-"""The CUDA driver through PyCUDA: devices, the primary context of each, memory that is reused, and arrays that stay there.
+"""The CUDA driver through PyCUDA: devices, the primary context of each, memory that is reused, and arrays
+that stay there.
 
-Nothing happens when this module is imported; PyCUDA is loaded when a device is first looked for. The primary context is the
-one that other libraries in the process use, so that their arrays can be used in place. It is made current only around our
-own work, in whatever thread that runs, and the thread's previous context is restored.
+Nothing happens when this module is imported; PyCUDA is loaded when a device is first looked for. The primary
+context is the one that other libraries in the process use, so that their arrays can be used in place. It is
+made current only around our own work, in whatever thread that runs, and the thread's previous context is
+restored.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from backends.cuda import toolkit
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
 
 _ALIGNMENT = 256
+_EVENT_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
 
@@ -41,7 +44,9 @@ def load() -> Any:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:
         if "libcuda" in str(error) or "nvcuda" in str(error):
-            raise DeviceError(f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver") from error
+            raise DeviceError(
+                f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver"
+            ) from error
         raise DeviceError(f"PyCUDA cannot be imported: {error}") from error
     try:
         driver.init()
@@ -60,7 +65,8 @@ def _no_device(cause: str) -> str:
 
 
 class Context:
-    """One device with its primary context, streams, memory and loaded kernels. Safe to use from several threads."""
+    """One device with its primary context, streams, memory and loaded kernels. Safe to use from several
+    threads."""
 
     def __init__(self, driver: Any, index: int) -> None:
         self.driver = driver
@@ -89,7 +95,9 @@ class Context:
             KernelError: an earlier failure has left the context unusable.
         """
         if self._lost is not None:
-            raise KernelError(f"the CUDA context of {self.name} was lost earlier ({self._lost}); restart the process")
+            raise KernelError(
+                f"the CUDA context of {self.name} was lost earlier ({self._lost}); restart the process"
+            )
         self._context.push()
         try:
             yield
@@ -97,16 +105,21 @@ class Context:
             self.driver.Context.pop()
 
     def failure(self, kernels: str, error: Exception) -> KernelError:
-        """The error to raise when ``kernels`` failed; finds out whether the context survived. Call while active."""
+        """The error to raise when ``kernels`` failed; finds out whether the context survived. Call while
+        active."""
         try:
             self.driver.mem_get_info()
         except self.driver.Error:
             self._lost = f"{kernels}: {error}"
         return KernelError(f"{kernels} failed on {self.name}: {error}")
 
-    # ---- kernels -----------------------------------------------------------------------------------------------
-    def function(self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit) -> Any:
-        """The kernel ``name`` of a compiled file, ready to launch with ``shared_bytes`` of dynamic shared memory.
+    # ---- kernels
+    # -----------------------------------------------------------------------------------------------
+    def function(
+        self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit
+    ) -> Any:
+        """The kernel ``name`` of a compiled file, ready to launch with ``shared_bytes`` of dynamic shared
+        memory.
 
         Raises:
             BuildError: the compiler refused it.
@@ -129,17 +142,23 @@ class Context:
         image = toolkit.cubin(kernel, self.architecture, compiler, self.name)
         try:
             return self.driver.module_from_buffer(image)
-        except self.driver.Error:  # made by another driver or compiler than it claims: make it again, once
+        except (
+            self.driver.Error,
+            ValueError,
+        ):  # it is no cubin at all, whatever its digest: make it again, once
+            # (PyCUDA raises a ValueError where the driver's log is not text.)
             image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
         try:
             return self.driver.module_from_buffer(image)
         except self.driver.Error as error:
             raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
 
-    # ---- streams -----------------------------------------------------------------------------------------------
+    # ---- streams
+    # -----------------------------------------------------------------------------------------------
     @contextmanager
     def stream(self) -> Iterator[Any]:
-        """A stream that nobody else uses meanwhile; it waits for the legacy default stream. Use while active."""
+        """A stream that nobody else uses meanwhile; it waits for the legacy default stream. Use while
+        active."""
         with self._lock:
             stream = self._streams.pop() if self._streams else self.driver.Stream()
         try:
@@ -150,13 +169,19 @@ class Context:
 
     def wait_for(self, stream: Any, handle: int) -> None:
         """Let ``stream`` wait for what another library has put in its stream ``handle`` so far."""
-        event = self.driver.Event(self.driver.event_flags.DISABLE_TIMING)
-        status = _library().cuEventRecord(ctypes.c_void_p(event.handle), ctypes.c_void_p(handle))
+        # PyCUDA takes no stream that it did not make, so this goes to the driver directly.
+        library, event = _library(), ctypes.c_void_p()
+        status = library.cuEventCreate(ctypes.byref(event), _EVENT_DISABLE_TIMING)
+        if status == 0:
+            status = library.cuEventRecord(event, ctypes.c_void_p(handle))
+            if status == 0:
+                status = library.cuStreamWaitEvent(ctypes.c_void_p(stream.handle), event, 0)
+            library.cuEventDestroy_v2(event)
         if status != 0:
-            raise InputError(f"stream is {handle}; the driver does not know it (error {status})")
-        stream.wait_for_event(event)
+            raise InputError(f"stream is {handle}; the driver cannot wait for it (error {status})")
 
-    # ---- memory ------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ------------------------------------------------------------------------------------------------
     def allocate(self, sizes: Sequence[int]) -> list[Any]:
         """Blocks of at least the given bytes, reused where possible; all or none. Use while active.
 
@@ -178,8 +203,8 @@ class Context:
                 free, total = self.driver.mem_get_info()
                 if missing > free:
                     raise DeviceMemoryError(
-                        f"{sum(rounded)} bytes are needed on {self.name}, {missing} of them new, but {free} of its "
-                        f"{total} bytes are free; use a smaller batch or another device"
+                        f"{sum(rounded)} bytes are needed on {self.name}, {missing} of them new, "
+                        f"but {free} of its {total} bytes are free; use a smaller batch or another device"
                     )
                 for place, size in enumerate(rounded):
                     if blocks[place] is None:
@@ -192,7 +217,8 @@ class Context:
                 if isinstance(error, DeviceMemoryError):
                     raise
                 raise DeviceMemoryError(
-                    f"{sum(rounded)} bytes cannot be allocated on {self.name}, which has {self.total_bytes}: {error}"
+                    f"{sum(rounded)} bytes cannot be allocated on {self.name}, "
+                    f"which has {self.total_bytes}: {error}"
                 ) from error
             return blocks
 
@@ -238,7 +264,9 @@ def context(index: int) -> Context:
             driver = load()
             count = driver.Device.count()
             if not 0 <= index < count:
-                raise DeviceError(f"cuda:{index} does not exist; this machine has {count} CUDA device(s), numbered from 0")
+                raise DeviceError(
+                    f"cuda:{index} does not exist; this machine has {count} CUDA device(s), numbered from 0"
+                )
             try:
                 _contexts[index] = Context(driver, index)
             except driver.Error as error:
@@ -269,14 +297,17 @@ def interface_of(value: Any) -> dict[str, Any] | None:
 
 
 class DeviceArray:
-    """A result that stays on the device: C-contiguous, and usable by any library that reads ``__cuda_array_interface__``.
+    """A result that stays on the device: C-contiguous, and usable by any library that reads
+    ``__cuda_array_interface__``.
 
     Attributes:
         shape: extents.
         dtype: NumPy dtype of the elements.
     """
 
-    def __init__(self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int) -> None:
+    def __init__(
+        self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self._owner = owner

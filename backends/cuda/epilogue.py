@@ -1,7 +1,8 @@
 """What a convolution's launch does after the sum: which steps fit, and in what form.
 
-An epilogue has four cuts: a chain of operations on each voxel's channels; a fold over the phases, where a pooling
-window is exactly the set of phases; a second chain; and an end. :func:`extend` is the single place that knows the rules.
+An epilogue has four cuts: a chain of operations on each voxel's channels; a fold over the phases, where a
+pooling window is exactly the set of phases; a second chain; and an end. :func:`extend` is the single place
+that knows the rules.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ MAX_STAGES = 8
 #: Most phases that one block works through.
 MAX_FOLDED_PHASES = 512
 
-#: A softmax needs no pass for its maximum where a clamp keeps its argument within this distance of the upper bound:
-#: the smallest exponential, exp(-60), is far from underflow.
+#: A softmax needs no pass for its maximum where a clamp keeps its argument within this distance of the upper
+#: bound: the smallest exponential, exp(-60), is far from underflow.
 MAX_CLAMP_RANGE = 60.0
 
 

@@ -22,7 +22,8 @@ _VECTOR_BYTES = 16
 
 @dataclass
 class _Packed:
-    """Packed weights of one state of a host tensor; returned to the pool when replaced and no longer in use."""
+    """Packed weights of one state of a host tensor; returned to the pool when replaced and no longer in
+    use."""
 
     block: Any
     size: int
@@ -34,13 +35,12 @@ class _Packed:
 class CudaExecutable:
     """See :class:`dispatcher.interface.Executable`."""
 
-    def __init__(
-        self, program: Program, context: Context, compiler: Toolkit, stream: int | None
-    ) -> None:
+    def __init__(self, program: Program, context: Context, compiler: Toolkit, stream: int | None) -> None:
         self._program, self._context, self._compiler = program, context, compiler
         self._foreign_stream = stream
         self._lock = threading.Lock()
         self._packed: dict[int, _Packed] = {}
+        self._tables: list[Any] = []
         with context.active():
             launches = [*program.launches, *(packed.launch for packed in program.packed)]
             self._functions = {
@@ -61,8 +61,8 @@ class CudaExecutable:
     def __call__(self, tensors: Tensors, output: Any = None, timings: Timings | None = None) -> Any:
         """Run once and wait; see :meth:`dispatcher.interface.Executable.__call__`.
 
-        Tensors that expose ``__cuda_array_interface__`` are used in place; where any does, a new result stays on the
-        device too, as a :class:`DeviceArray`. ``output`` may also expose the interface.
+        Tensors that expose ``__cuda_array_interface__`` are used in place; where any does, a new result stays
+        on the device too, as a :class:`DeviceArray`. ``output`` may also expose the interface.
         """
         operator = self._program.operator
         on_device = interface_of(output) is not None or (
@@ -85,7 +85,8 @@ class CudaExecutable:
             return DeviceArray(self._context, operator.output_shape, np.dtype(operator.dtype), None, 0)
         return np.empty(operator.output_shape, operator.dtype)
 
-    # ---- weights -----------------------------------------------------------------------------------------------
+    # ---- weights
+    # -----------------------------------------------------------------------------------------------
     @contextmanager
     def _packed_weights(self, call: _Call, number: int, weight: np.ndarray) -> Iterator[int]:
         """Address of the packed form of host tensor ``weight``, made again only when its bytes changed."""
@@ -117,15 +118,26 @@ class CudaExecutable:
             self._context.release([packed.size], [packed.block])
 
     def __del__(self) -> None:
-        context = getattr(self, "_context", None)
-        if context is not None:
-            context.release([table.nbytes for table in self._program.tables], getattr(self, "_tables", []) or [])
-            for packed in self._packed.values():
-                context.release([packed.size], [packed.block])
+        if self._tables:
+            self._context.release([table.nbytes for table in self._program.tables], self._tables)
+        for packed in self._packed.values():
+            self._context.release([packed.size], [packed.block])
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}")))
+
+
+def _c_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
+    """True when strides, in bytes, are those of C order; None stands for that."""
+    if strides is None:
+        return True
+    step = itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step *= extent
+    return True
 
 
 class _Call:
@@ -157,7 +169,8 @@ class _Call:
         self.driver.memcpy_htod_async(address, array, self.stream)
         return address
 
-    # ---- launches ----------------------------------------------------------------------------------------------
+    # ---- launches
+    # ----------------------------------------------------------------------------------------------
     def launch(self, launch: Launch, addresses: Mapping[Reference, int]) -> None:
         parameters = launch.parameters.copy()
         for path, reference in launch.pointers:
@@ -196,9 +209,12 @@ class _Call:
 
     def tables(self) -> dict[Reference, int]:
         """Addresses of the program's tables."""
-        return {Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)}
+        return {
+            Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)
+        }
 
-    # ---- the whole -----------------------------------------------------------------------------------------------
+    # ---- the whole
+    # -----------------------------------------------------------------------------------------------
     def run(self, tensors: Tensors, output: Any, on_device: bool) -> Any:
         operator, program = self.program.operator, self.program
         dtype = np.dtype(operator.dtype)
@@ -221,7 +237,9 @@ class _Call:
                 addresses[Reference("tensor", name)] = self.upload(uploads[name], address)
             for index, address in zip(program.values, blocks[len(sizes) :], strict=False):
                 addresses[Reference("value", index)] = address
-            for number, address in enumerate(blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]):
+            for number, address in enumerate(
+                blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]
+            ):
                 addresses[Reference("scratch", number)] = address
             addresses[Reference("value", len(operator.steps))] = target
             for name, tensor in tensors.items():
@@ -230,7 +248,9 @@ class _Call:
             uploaded = self.event()
             for number, packed in enumerate(program.packed):
                 if packed.tensor in hosts:
-                    address = stack.enter_context(self.executable._packed_weights(self, number, hosts[packed.tensor]))
+                    address = stack.enter_context(
+                        self.executable._packed_weights(self, number, hosts[packed.tensor])
+                    )
                 else:
                     (address,) = self.borrow(packed.elements * np.dtype(program.compute).itemsize)
                     self.pack(packed, addresses[Reference("tensor", packed.tensor)], address)
@@ -284,38 +304,41 @@ class _Call:
             raise self.context.failure(f"kernel {names}", error) from error
         return result
 
-    # ---- arrays that live on the device --------------------------------------------------------------------------
+    # ---- arrays that live on the device
+    # --------------------------------------------------------------------------
     def _check(self, name: str, interface: Mapping[str, Any], shape: tuple[int, ...]) -> int:
         """Address of an array that must have ``shape`` and the operator's dtype, and be on this device."""
         dtype = np.dtype(self.program.operator.dtype)
         if tuple(interface["shape"]) != tuple(shape) or np.dtype(interface["typestr"]) != dtype:
             raise InputError(
-                f"{name} is {interface['typestr']} of shape {tuple(interface['shape'])}; expected {dtype} of {shape}"
+                f"{name} is {interface['typestr']} of shape {tuple(interface['shape'])}; "
+                f"expected {dtype} of {shape}"
             )
         address = int(interface["data"][0])
         device = device_of(address) if self.driver.Device.count() > 1 else None
         if device is not None and device != self.context.index:
-            raise InputError(f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array")
+            raise InputError(
+                f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array"
+            )
         if interface.get("stream") is not None:
             self.context.wait_for(self.stream, int(interface["stream"]))
         return address
 
     def _in_place(self, name: str, tensor: Any) -> int:
-        """Address of a tensor argument on the device; of a tidy copy where strides or alignment do not suit."""
+        """Address of a tensor argument on the device, or of a copy where strides or alignment do not suit."""
         interface = interface_of(tensor)
         assert interface is not None
         shape = self.program.operator.tensor_shapes[name]
         address = self._check(name, interface, shape)
         itemsize = np.dtype(self.program.operator.dtype).itemsize
         strides = interface.get("strides")
-        contiguous = np.empty(0, np.uint8)
-        if strides is not None:
-            contiguous = np.lib.stride_tricks.as_strided(np.empty(1, self.program.operator.dtype), shape, strides)
-        tidy = strides is None or bool(contiguous.flags.c_contiguous)
-        if tidy and address % _VECTOR_BYTES == 0:
+        if _c_contiguous(shape, strides, itemsize):
+            strides = None
+        if strides is None and address % _VECTOR_BYTES == 0:
             return address
         (copy,) = self.borrow(math.prod(shape) * itemsize)
-        launch = strided_copy(self.program, shape, None if tidy else [stride // itemsize for stride in strides])
+        steps = None if strides is None else [stride // itemsize for stride in strides]
+        launch = strided_copy(self.program, shape, steps)
         function = self.context.function(launch.kernel, launch.name, 0, self.executable._compiler)
         self.executable._functions[launch.kernel] = function
         self.launch(launch, {Reference("tensor", "from"): address, Reference("tensor", "to"): copy})
@@ -329,9 +352,8 @@ class _Call:
         address = self._check("output", interface, operator.output_shape)
         if interface["data"][1]:
             raise InputError("output is read-only; expected an array that can be written")
-        strides = interface.get("strides")
-        if strides is not None:
-            view = np.lib.stride_tricks.as_strided(np.empty(1, operator.dtype), operator.output_shape, strides)
-            if not view.flags.c_contiguous:
-                raise InputError("output is not C-contiguous; make it so, or leave it out")
+        if not _c_contiguous(
+            operator.output_shape, interface.get("strides"), np.dtype(operator.dtype).itemsize
+        ):
+            raise InputError("output is not C-contiguous; make it so, or leave it out")
         return address if address % _VECTOR_BYTES == 0 else None

@@ -1,7 +1,8 @@
-"""From an operator to launches: the plan, the kernels with their defines, and their parameters with holes for pointers.
+"""From an operator to launches: the plan, the kernels with their defines, and their parameters with holes for
+pointers.
 
-A launch's parameters are one C structure. Its layout stands here once more as a NumPy dtype; the kernels check the size.
-Pointers are filled in at each call, since a caller's tensors may live anywhere.
+A launch's parameters are one C structure. Its layout stands here once more as a NumPy dtype; the kernels
+check the size. Pointers are filled in at each call, since a caller's tensors may live anywhere.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ _POOL = np.dtype(
 )  # fmt: skip
 _AXES = np.dtype([("extent", "i8", 6), ("stride", "i8", 6), ("rank", "i4"), ("pad", "i4")], align=True)
 _ROWS = np.dtype(
-    [("x", "u8"), ("y", "u8"), ("weight", "u8"), ("bias", "u8"), ("row", _AXES), ("item", _AXES), ("rows", "i8"),
-     ("items", "i8"), ("channel_stride", "i8"), ("eps", "f8"), ("channels", "i4"), ("function", "i4")],
+    [("x", "u8"), ("y", "u8"), ("weight", "u8"), ("bias", "u8"), ("row", _AXES), ("item", _AXES),
+     ("rows", "i8"), ("items", "i8"), ("channel_stride", "i8"), ("eps", "f8"), ("channels", "i4"), ("function", "i4")],
     align=True,
 )  # fmt: skip
 _CONV = np.dtype(
-    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("phases", "u8"), ("slots", "u8"), ("terms", "u8"),
-     ("voxels", "i8"), ("tiles", "i8"), ("first_chain", "u8"), ("second_chain", "u8"), ("phase_count", "i8"),
+    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("phases", "u8"), ("slots", "u8"),
+     ("terms", "u8"), ("voxels", "i8"), ("tiles", "i8"), ("first_chain", "u8"), ("second_chain", "u8"), ("phase_count", "i8"),
      ("groups", "i4"), ("in_channels", "i4"), ("out_channels", "i4"), ("padded_channels", "i4"),
      ("channel_tiles", "i4"), ("term_count", "i4"), ("in", "i4", 3), ("positions", "i4", 3), ("out", "i4", 3),
      ("stride", "i4", 3), ("residues", "i4", 3), ("axis_slots", "i4", 3), ("fold_maximum", "i4"),
@@ -74,8 +75,8 @@ _CONV = np.dtype(
     align=True,
 )  # fmt: skip
 _HALO = np.dtype(
-    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"), ("taps", "u8"),
-     ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"), ("out_channels", "i4"),
+    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"),
+     ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"), ("out_channels", "i4"),
      ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3), ("stride", "i4", 3),
      ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
     align=True,
@@ -87,8 +88,8 @@ _ROW_FUNCTIONS = {"normalize": 0, "softmax": 1, "sum": 2, "mean": 3, "max": 4, "
 class Reference:
     """What a pointer in a launch's parameters points to.
 
-    Kinds: ``tensor`` a tensor argument, by name; ``value`` a value of the pipeline, by index; ``table`` a table of the
-    program, ``packed`` its packed weights and ``scratch`` its scratch memory, by number.
+    Kinds: ``tensor`` a tensor argument, by name; ``value`` a value of the pipeline, by index; ``table`` a
+    table of the program, ``packed`` its packed weights and ``scratch`` its scratch memory, by number.
     """
 
     kind: Literal["tensor", "value", "table", "packed", "scratch"]
@@ -151,7 +152,9 @@ class Program:
 
     def value_itemsize(self, index: int) -> int:
         """Bytes of an element of value ``index``."""
-        return np.dtype(self.operator.dtype if index in (0, len(self.operator.steps)) else self.compute).itemsize
+        return np.dtype(
+            self.operator.dtype if index in (0, len(self.operator.steps)) else self.compute
+        ).itemsize
 
     def value_bytes(self, index: int) -> int:
         """Bytes of value ``index``."""
@@ -191,7 +194,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Options:
-    """Tuning choices: ``algorithm`` is ``auto``, ``halo`` or ``fma``; ``tile`` is a box ``(z, y, x)`` or None."""
+    """Tuning choices: ``algorithm`` is ``auto``, ``halo`` or ``fma``; ``tile`` is a box ``(z, y, x)`` or
+    None."""
 
     algorithm: str = "auto"
     tile: Triple | None = None
@@ -287,8 +291,11 @@ class _Lowering:
             else:
                 self.convolution(segment)
 
-    # ---- shared parts ------------------------------------------------------------------------------------------
-    def defines(self, parameters: np.dtype[Any], source: int | None, result: int | None) -> dict[str, int | str]:
+    # ---- shared parts
+    # ------------------------------------------------------------------------------------------
+    def defines(
+        self, parameters: np.dtype[Any], source: int | None, result: int | None
+    ) -> dict[str, int | str]:
         """Defines that every kernel has: element types, and the size of its parameters."""
         compute = _C_TYPES[self.program.compute]
         storage = _C_TYPES[self.operator.dtype]
@@ -320,7 +327,8 @@ class _Lowering:
         parameters["count"] = order.size
         defines = {**self.defines(_PACK, None, None), "USE_TF32": int(use_tf32)}
         launch = Launch(
-            "pack_weights", Kernel.of("pack.cu", defines), -(-order.size // _GENERAL_BLOCK), _GENERAL_BLOCK, 0, parameters,
+            "pack_weights", Kernel.of("pack.cu", defines),
+            -(-order.size // _GENERAL_BLOCK), _GENERAL_BLOCK, 0, parameters,
             ((("weight",), Reference("tensor", tensor)), (("packed",), Reference("packed", number)),
              (("order",), self.table(order))),
         )  # fmt: skip
@@ -331,7 +339,9 @@ class _Lowering:
         """Blocks of a kernel whose threads take several items in turn."""
         return max(1, min(-(-threads // _GENERAL_BLOCK), 32 * self.target.processors))
 
-    def stages(self, parameters: NDArray[np.void], chains: Sequence[Sequence[Step]]) -> list[tuple[Path, Reference]]:
+    def stages(
+        self, parameters: NDArray[np.void], chains: Sequence[Sequence[Step]]
+    ) -> list[tuple[Path, Reference]]:
         """Fill in the operands of both chains; returns their pointers."""
         pointers: list[tuple[Path, Reference]] = []
         for number, steps in enumerate(chains):
@@ -351,7 +361,8 @@ class _Lowering:
                         )
         return pointers
 
-    # ---- convolutions ------------------------------------------------------------------------------------------
+    # ---- convolutions
+    # ------------------------------------------------------------------------------------------
     def convolution(self, segment: Segment) -> None:
         assert segment.convolution is not None
         convolution = self.operator.steps[segment.convolution]
@@ -378,7 +389,10 @@ class _Lowering:
         p["phase_count"] = math.prod(tables.residues)
         p["tiles"] = -(-int(p["voxels"]) // tile.block_m) * geometry.groups * channel_tiles
         p["tiles"] *= 1 if folded else p["phase_count"]
-        p["first_chain"], p["second_chain"] = epilogues.chain(epilogue.first), epilogues.chain(epilogue.second)
+        p["first_chain"], p["second_chain"] = (
+            epilogues.chain(epilogue.first),
+            epilogues.chain(epilogue.second),
+        )
         p["groups"], p["in_channels"] = geometry.groups, geometry.in_channels // geometry.groups
         p["out_channels"], p["padded_channels"] = channels, channel_tiles * tile.block_n
         p["channel_tiles"], p["term_count"] = channel_tiles, len(tables.terms)
@@ -414,7 +428,9 @@ class _Lowering:
         algorithm = f"phase-decomposed implicit GEMM, {self.program.compute} FMA"
         self.describe("conv_fma", segment, algorithm, detail)
 
-    def halo(self, segment: Segment, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile) -> None:
+    def halo(
+        self, segment: Segment, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile
+    ) -> None:
         geometry, source, result = convolution.geometry, convolution.source, segment.last + 1
         split = self.operator.precision == "fp32"
         tables = halo_tables(geometry, tile)
@@ -462,7 +478,9 @@ class _Lowering:
         }
         detail: dict[str, str | int | float] = {
             "tile": "x".join(map(str, tile.tile)) + f" voxels x {tile.block_n} channels, all phases",
-            "phases": math.prod(len([phase for phase in axis.phases if phase.count]) for axis in geometry.axes),
+            "phases": math.prod(
+                len([phase for phase in axis.phases if phase.count]) for axis in geometry.axes
+            ),
             "threads": tile.threads,
             "shared_bytes": tile.shared_bytes,
         }
@@ -475,11 +493,14 @@ class _Lowering:
             passes = {0: "", 1: "; first pass: sums of exponentials", 2: "; second pass: the result"}
             self.describe("conv_halo", segment, algorithm + passes[softmax], detail)
 
-    def describe(self, name: str, segment: Segment, algorithm: str, detail: dict[str, str | int | float]) -> None:
+    def describe(
+        self, name: str, segment: Segment, algorithm: str, detail: dict[str, str | int | float]
+    ) -> None:
         steps = tuple(step.op for step in self.operator.steps[segment.first : segment.last + 1])
         self.program.planned.append(PlannedLaunch(name, steps, algorithm, detail, segment.note))
 
-    # ---- steps of their own ------------------------------------------------------------------------------------
+    # ---- steps of their own
+    # ------------------------------------------------------------------------------------
     def single(self, segment: Segment) -> None:
         step = self.operator.steps[segment.first]
         result = segment.first + 1
@@ -491,7 +512,12 @@ class _Lowering:
             assert isinstance(step, Normalize | Softmax | Reduce)
             self.rows(step, result)
         launch = self.program.launches[-1]
-        self.describe(launch.name, segment, "one kernel for the step", {"blocks": launch.blocks, "threads": launch.threads})
+        self.describe(
+            launch.name,
+            segment,
+            "one kernel for the step",
+            {"blocks": launch.blocks, "threads": launch.threads},
+        )
 
     def elementwise(self, step: Pointwise, result: int) -> None:
         p = np.zeros((), _ELEMENTWISE)
@@ -570,7 +596,8 @@ Axes = list[tuple[int, int]]
 
 
 def split_axes(shape: Shape, reduced: Sequence[int], groups: int) -> tuple[Axes, Axes]:
-    """Extent and stride of the kept and the reduced axes of a contiguous tensor, neighbours merged, none empty.
+    """Extent and stride of the kept and the reduced axes of a contiguous tensor, neighbours merged, none
+    empty.
 
     With ``groups > 1`` the channel axis counts as two: groups, which are kept, and the channels of one.
     """
@@ -596,7 +623,8 @@ def split_axes(shape: Shape, reduced: Sequence[int], groups: int) -> tuple[Axes,
 
 
 def strided_copy(program: Program, shape: Sequence[int], strides: Sequence[int] | None) -> Launch:
-    """A launch that copies tensor ``from``, with ``strides`` in elements (None: contiguous), to contiguous ``to``."""
+    """A launch that copies tensor ``from``, with ``strides`` in elements (None: contiguous), to contiguous
+    ``to``."""
     lead = 5 - len(shape)
     extents: Shape = (*([1] * lead), *shape)  # type: ignore[assignment]
     p = np.zeros((), _ELEMENTWISE)

@@ -1,7 +1,7 @@
 """Tile sizes of the two convolution kernels, with their constraints and what they cost.
 
-A tile knows the defines that its kernel is compiled with and the launch sizes that go with them, so that both come
-from one place.
+A tile knows the defines that its kernel is compiled with and the launch sizes that go with them, so that both
+come from one place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class FmaTile:
         block_m: voxels of a block, a multiple of 32.
         block_n: channels of a block.
         block_k: pairs of tap and channel that are loaded together.
-        thread_n: channels of a thread; a thread has 4 voxels. ``4 * block_n / thread_n`` must be a multiple of 4, so
+        thread_n: channels of a thread; a thread has 4 voxels. ``4 * block_n / thread_n`` must be a multiple
+        of 4, so
             that every voxel has a thread of its own in the epilogue.
         use_fold: a second set of results, for pooling over the phases.
         itemsize: bytes of a computed value.
@@ -201,7 +202,8 @@ _SPILLED_REGISTERS = 64
 
 
 def _registers(threads: int) -> int:
-    """Registers that each thread of a block may have: a quarter of a multiprocessor holds a quarter of its warps."""
+    """Registers that each thread of a block may have: a quarter of a multiprocessor holds a quarter of its
+    warps."""
     return min(255, 65536 // 4 // (32 * -(-threads // 128)) // 8 * 8)
 
 
@@ -249,7 +251,8 @@ def halo_tile(
             if box is not None and box != (z, y, x):
                 continue
             tile = HaloTile(
-                (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels, block_n,
+                (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]),
+                geometry.in_channels, block_n,
                 16 if geometry.in_channels > 8 else 8, warp_m, groups, 3, steps, softmax,
             )  # fmt: skip
             results = warp_m * block_n // 2
@@ -270,8 +273,11 @@ def halo_tile(
             blocks = boxes * max(geometry.batch, 1) * tiles
             if blocks >= 2**31:
                 continue
-            # Costs in multiply-adds of a tensor core, of which some 600 go by while 3 floats come from or go to memory.
-            products = tile.voxels * steps * groups * tile.chunks * tile.block_k * block_n * (3 if split else 1)
+            # Costs in multiply-adds of a tensor core, of which some 600 go by while 3 floats come from or go
+            # to memory.
+            products = (
+                tile.voxels * steps * groups * tile.chunks * tile.block_k * block_n * (3 if split else 1)
+            )
             sectors = x + 8 * (low[2] > 0) + 8 * (high[2] > 0)
             loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k
             stores = tile.voxels * block_n * (1 if folded else phase_count) * (1 + 8 / (x * groups))

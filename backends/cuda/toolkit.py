@@ -1,8 +1,8 @@
 """nvcc: finding it, asking it what it can do, and compiling kernels through a cache of cubins.
 
-The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one. The cache lies in the
-user's cache folder; a file there holds a digest and the cubin, so that a damaged one is noticed and made again, and a
-folder that cannot be written only costs the time to compile.
+The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one. The cache lies
+in the user's cache folder; a file there holds a digest and the cubin, so that a damaged one is noticed and
+made again, and a folder that cannot be written only costs the time to compile.
 """
 
 from __future__ import annotations
@@ -114,13 +114,15 @@ class Kernel:
         return [f"-D{name}={value}" for name, value in self.defines]
 
 
-@lru_cache(maxsize=1)
-def _sources() -> bytes:
-    return b"\0".join(path.read_bytes() for path in sorted(KERNELS.iterdir()) if path.suffix in (".cu", ".cuh"))
+@lru_cache(maxsize=4)
+def _sources(folder: Path) -> bytes:
+    return b"\0".join(
+        path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
+    )
 
 
 def _key(kernel: Kernel, architecture: int, toolkit: Toolkit) -> str:
-    digest = hashlib.sha256(_sources())
+    digest = hashlib.sha256(_sources(KERNELS))
     digest.update(repr((kernel, architecture, toolkit.command, toolkit.version)).encode())
     return digest.hexdigest()[:40]
 
@@ -187,7 +189,9 @@ def compile_kernel(kernel: Kernel, architecture: int, toolkit: Toolkit, device: 
             raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
     log = f"{done.stdout}{done.stderr}".strip()
     if not image:
-        raise BuildError(f"nvcc refused {where}: {_first_error(log, done.returncode)}", f"{shlex.join(command)}\n{log}")
+        raise BuildError(
+            f"nvcc refused {where}: {_first_error(log, done.returncode)}", f"{shlex.join(command)}\n{log}"
+        )
     return image
 
 

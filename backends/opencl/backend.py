@@ -11,7 +11,7 @@ from dispatcher.interface import Device, Executable
 from dispatcher.operator import Operator
 
 #: Algorithms that a user may ask for.
-ALGORITHMS = ("auto", "direct", "winograd", "gather")
+ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
 
 
 class OpenClBackend:
@@ -72,7 +72,7 @@ class OpenClBackend:
             raise InputError(f"algorithm is {algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
         runtime = self._runtime(device)
         if algorithm == "auto" and not runtime.facts.cpu:
-            algorithm = "gather"
+            algorithm = "tiled"
         return OpenClExecutable(runtime, operator, algorithm)
 
     def _open(self, index: int, found: Any) -> Any:

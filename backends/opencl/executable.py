@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,14 +24,24 @@ from dispatcher.errors import DeviceMemoryError, KernelError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
 from dispatcher.operator import Operator
 from dispatcher.planner import Segment, plan
-from dispatcher.steps import ConvTranspose3d, Pointwise, ScalarOperand, TensorOperand, ValueOperand
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Pointwise,
+    ScalarOperand,
+    Softmax,
+    TensorOperand,
+    ValueOperand,
+)
 
 #: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
 HALF_RUN = 1024
-#: A result larger than this is written past the caches: it would not stay in them anyway.
+#: A result larger than this is written past the caches. A value that the next launch reads has to be larger than
+#: any cache first.
 STREAM_BYTES = 8 << 20
+STREAM_INTERMEDIATE_BYTES = 48 << 20
 
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
@@ -68,6 +79,7 @@ class Launch(Protocol):
     """One kernel launch."""
 
     planned: PlannedLaunch
+    source: int
     output: int
 
     def prepare(self, tensors: Tensors) -> bool:
@@ -127,6 +139,7 @@ class LinesLaunch:
         last = operator.steps[segment.last]
         prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
         final = segment.last + 1 == len(operator.steps)
+        stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
         source = lines.render(
             self._layout,
             convolution,
@@ -134,7 +147,7 @@ class LinesLaunch:
             epilogue,
             last.shape,
             phase_weights=starts,
-            stream=final and math.prod(last.shape) * real.itemsize > STREAM_BYTES,
+            stream=math.prod(last.shape) * real.itemsize > stays,
             double=double,
         )
         self.source, self.output = operator.steps[segment.first].source, segment.last + 1
@@ -144,7 +157,7 @@ class LinesLaunch:
         self._operands = _Operands(runtime, source.operands, real)
         self._items = source.items * last.shape[0]
         self._workers = min(facts.compute_units * WORKERS_PER_UNIT, max(1, self._items))
-        self._kernel = getattr(runtime.program(source.text), source.kernel)
+        self._kernel = cl.Kernel(runtime.program(source.text), source.kernel)
         self.scratch_bytes = self._workers * source.scratch * real.itemsize
         self._scratch: Any = None
         self._counter = runtime.constant(np.zeros(3, np.int32))
@@ -227,11 +240,12 @@ class StepLaunch:
         else:
             lowered = lower_step(step, chain, name, vec)
         self.source, self.output = step.source, last + 1
+        self.in_place = isinstance(step, Pointwise | Normalize | Softmax)
         self._operands = _Operands(runtime, lowered.operands, real)
         self._buffers = lowered.buffers
         self._count = lowered.count
         self._local = 1 if facts.cpu else 64
-        self._kernel = getattr(runtime.program(lowered.text), lowered.kernel)
+        self._kernel = cl.Kernel(runtime.program(lowered.text), lowered.kernel)
         algorithm = "gather" if isinstance(step, ConvTranspose3d) else "step"
         ops = tuple(each.op for each in operator.steps[first : last + 1])
         self.planned = PlannedLaunch(lowered.kernel, ops, algorithm, {"items": self._count}, note)
@@ -255,6 +269,11 @@ class StepLaunch:
         size = -(-self._count // self._local) * self._local
         event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, (size,), (self._local,))
         call.events.append((self.planned.name, event))
+
+    @property
+    def values_read(self) -> list[int]:
+        """Values it reads besides its source."""
+        return [operand.value for operand in self._buffers if isinstance(operand, ValueOperand)]
 
     @property
     def tensor_names(self) -> list[str]:
@@ -301,6 +320,24 @@ def plain_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[An
     return _step_launches(runtime, operator, 0, len(operator.steps) - 1, real, "")
 
 
+def shared_storage(launches: Sequence[Launch]) -> dict[int, int]:
+    """For each value that a launch makes, the value whose memory it lives in: its own, or a later one's.
+
+    A step that writes each element after reading it may work in place, when nobody else reads its source. That
+    saves the memory, and the traffic of writing to lines that no cache holds.
+    """
+    reads = Counter(launch.source for launch in launches)
+    reads.update(
+        value for launch in launches if isinstance(launch, StepLaunch) for value in launch.values_read
+    )
+    storage: dict[int, int] = {}
+    for launch in reversed(launches):
+        home = storage.setdefault(launch.output, launch.output)
+        if isinstance(launch, StepLaunch) and launch.in_place and launch.source and reads[launch.source] == 1:
+            storage[launch.source] = home
+    return storage
+
+
 class OpenClExecutable:
     """See :class:`dispatcher.interface.Executable`. Calls from several threads take turns."""
 
@@ -320,6 +357,10 @@ class OpenClExecutable:
         if algorithm not in self._plans:
             if algorithm == "gather":
                 made = plain_launches(self._runtime, self._operator, self._real)
+            elif algorithm == "tiled":
+                from backends.opencl.tiled import tiled_launches
+
+                made = tiled_launches(self._runtime, self._operator, self._real)
             else:
                 made = fused_launches(self._runtime, self._operator, self._real, algorithm)
             self._plans[algorithm] = made
@@ -331,21 +372,19 @@ class OpenClExecutable:
 
     def _value_bytes(self, index: int) -> int:
         step = self._operator.steps[index - 1]
-        return int(np.prod(step.shape, dtype=np.int64)) * self._real.itemsize
+        return math.prod(step.shape) * self._real.itemsize
 
     def _check_memory(self) -> None:
         facts, operator = self._runtime.facts, self._operator
+        final = len(operator.steps)
         named = {
-            f"tensor {name}": int(np.prod(shape, dtype=np.int64)) * self._real.itemsize
+            f"tensor {name}": math.prod(shape) * self._real.itemsize
             for name, shape in operator.tensor_shapes.items()
         }
+        for home in set(shared_storage(self._launches).values()):
+            where = "output" if home == final else f"value behind {operator.steps[home - 1].op}"
+            named[where] = self._value_bytes(home)
         for launch in self._launches:
-            where = (
-                "output"
-                if launch.output == len(operator.steps)
-                else f"value behind {operator.steps[launch.output - 1].op}"
-            )
-            named[where] = self._value_bytes(launch.output)
             if isinstance(launch, LinesLaunch):
                 named[f"scratch of {launch.planned.name}"] = launch.scratch_bytes
         name, largest = max(named.items(), key=lambda item: item[1])
@@ -408,12 +447,12 @@ class OpenClExecutable:
             call.tensor_buffers[name] = self._upload(call, tensors[name])
         call.values[0] = self._upload(call, tensors[self._operator.source])
         final = len(self._operator.steps)
-        for launch in launches:
-            if launch.output != final and launch.output not in self._intermediate:
-                self._intermediate[launch.output] = self._runtime.buffer(self._value_bytes(launch.output))
-        call.values |= self._intermediate
         target = self._target(output)
         call.values[final] = self._runtime.buffer(self._value_bytes(final)) if self._half else target
+        for value, home in shared_storage(launches).items():
+            if home != final and home not in self._intermediate:
+                self._intermediate[home] = self._runtime.buffer(self._value_bytes(home))
+            call.values[value] = call.values[final] if home == final else self._intermediate[home]
         if timings is not None:
             self._queue.finish()
             timings.upload_s += time.perf_counter() - start
@@ -444,7 +483,7 @@ class OpenClExecutable:
         return real
 
     def _convert(self, kernel: str, source: Any, target: Any, count: int) -> None:
-        function = getattr(self._runtime.program(kernel_source("convert.cl")), kernel)
+        function = cl.Kernel(self._runtime.program(kernel_source("convert.cl")), kernel)
         function.set_args(source, target, np.uint64(count))
         cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,10 +24,24 @@ from dispatcher.filecache import FileCache
 logger = logging.getLogger(__name__)
 
 BINARIES = FileCache("opencl")
+#: A core's second-level cache where nobody tells, and the share of it that scratch may take.
+COMMON_CORE_CACHE = 512 * 1024
+CACHE_SHARE = 0.88
 #: Idle host memory that results may reuse.
 KEEP_BYTES = 1 << 30
 #: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
 BUILD_OPTIONS = ("-cl-std=CL1.2",)
+
+
+def core_cache() -> int:
+    """Bytes of a core's own second-level cache, as the system tells; a common size where it does not."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            if (index / "level").read_text().strip() == "2":
+                return int((index / "size").read_text().strip().removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return COMMON_CORE_CACHE
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class OpenClRuntime:
             vec=vec,
             vec_double=(max(2, vec // 2) if cpu else 1) if doubles else 0,
             registers=32 if vec == 16 else 16,
-            cache=640 * 1024,
+            cache=int(CACHE_SHARE * core_cache()),
             global_memory=device.global_mem_size,
             largest_buffer=device.max_mem_alloc_size,
             unified=bool(device.host_unified_memory),

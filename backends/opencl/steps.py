@@ -132,6 +132,11 @@ def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepS
     return StepSource("pool_step", text, layout, (), math.prod(step.shape[:4]))
 
 
+def run_block(count: int) -> int:
+    """How many out of ``count`` terms are summed one after another before the sums of such runs are."""
+    return max(64, math.isqrt(count))
+
+
 def _reduction(
     step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int
 ) -> StepSource:
@@ -157,13 +162,17 @@ def _reduction(
         return " + ".join([f"{index(i, source)} * {widths[i]}UL" for i in kept] or ["0"])
 
     result_strides = [math.prod(result_extents[i + 1 :]) for i in range(6)]
-    run_axis = "w" if width_reduced else names[inner[-1]]
-    loops = inner if width_reduced else inner[:-1]
-    each_run = " ".join(f"for (int {names[i]} = 0; {names[i]} < {extents[i]}; {names[i]}++)" for i in loops)
-    if width_reduced:
-        each_in_run = "for (int w = 0; w < WIDTH; w += VEC)"
-    else:
-        each_in_run = f"for (int {run_axis} = 0; {run_axis} < {extents[inner[-1]]}; {run_axis}++)"
+    run = 5 if width_reduced else inner[-1]
+    stride = vec if width_reduced else 1
+    block = run_block(-(-extents[run] // stride)) * stride
+    each_run = " ".join(
+        [f"for (int {names[i]} = 0; {names[i]} < {extents[i]}; {names[i]}++)" for i in inner if i != run]
+        + [f"for (int block = 0; block < {extents[run]}; block += {block})"]
+    )
+    each_in_run = (
+        f"for (int {names[run]} = block; {names[run]} < min(block + {block}, {extents[run]}); "
+        f"{names[run]} += {stride})"
+    )
     offset = " + ".join(
         [f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"]
     )

@@ -356,7 +356,7 @@ def choose_tile(
     unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
     best: tuple[float, Tile] | None = None
     for repeat_d in (1, 2, 4):
-        for repeat_h in (1, 2, 3, 4, 6, 8):
+        for repeat_h in range(1, 17):
             for flat in (False, True):
                 tile = Tile(vec, thread_c, thread_w, unit_d * repeat_d, unit_h * repeat_h, flat, winograd)
                 layout = LineLayout(geometry, fold, tile)

@@ -30,7 +30,7 @@
 // again, which is cheaper than storing and reading exponentials, and divides.
 //
 // Shared memory, in floats: x tile, STAGES weight buffers, staging of 8 channels, the program, softmax sums.
-// Barriers: one per BLOCK_K channels of a step, two per 8 channels stored.
+// Barriers: one per BLOCK_K channels of a step, which also completes the x tile, and two per 8 channels stored.
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y.
 // The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X;
 // y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only where
@@ -521,11 +521,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams
   __syncthreads();
   WeightStream weights{p.w + box.channel / BLOCK_N * p.tile_weights, program, program + p.step_count * PHASE_GROUPS, 0};
   for (int i = 0; i < STAGES - 1; i++) weights.next(ring + i * RING_FLOATS);
+#if !USE_3XTF32
   copy_wait<STAGES - 1>();
   __syncthreads();
-#if !USE_3XTF32
   round_x(x_tile);
-  __syncthreads();
 #endif
 
   int voxel[WARP_M][2];  // this lane's voxels in the x tile

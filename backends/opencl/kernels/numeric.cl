@@ -86,19 +86,21 @@ inline real_v erf_real(real_v x) {
 
 // exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2)/2, the Taylor series of degree 7 for exp(r). Relative error
 // below 2e-7 for normal results. The scale 2^n is applied in two halves so that results below 2^-126 come out denormal.
-inline real_v exp_real(real_v x) {
+// Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; a NaN passes through the polynomial.
 #if VEC == 1
-#define AS_REAL(bits) as_float(bits)
-#define TO_INT(value) convert_int_rte(value)
-  typedef int int_v;
+typedef int int_v;
+#define AS_REAL_V(bits) as_float(bits)
+#define AS_INT_V(value) as_int(value)
 #else
-#define AS_REAL(bits) PASTE(as_float, VEC)(bits)
-#define TO_INT(value) PASTE(PASTE(convert_int, VEC), _rte)(value)
-  typedef PASTE(int, VEC) int_v;
+typedef PASTE(int, VEC) int_v;
+#define AS_REAL_V(bits) PASTE(as_float, VEC)(bits)
+#define AS_INT_V(value) PASTE(as_int, VEC)(value)
 #endif
+inline real_v exp_real(real_v x) {
   real_v y = (x > SPLAT(89.0f)) ? SPLAT(89.0f) : x;
   y = (y < SPLAT(-104.0f)) ? SPLAT(-104.0f) : y;
-  real_v n = rint(y * SPLAT(1.44269504088896341f));
+  const real_v shifted = fma(y, SPLAT(1.44269504088896341f), SPLAT(12582912.0f));
+  const real_v n = shifted - SPLAT(12582912.0f);
   real_v r = fma(n, SPLAT(-0.693145751953125f), y);
   r = fma(n, SPLAT(-1.42860682030941723e-6f), r);
   real_v p = fma(r, SPLAT(1.98412698e-4f), SPLAT(1.38888889e-3f));
@@ -108,12 +110,10 @@ inline real_v exp_real(real_v x) {
   p = fma(r, p, SPLAT(0.5f));
   p = fma(r, p, SPLAT(1.0f));
   p = fma(r, p, SPLAT(1.0f));
-  int_v exponent = TO_INT((n == n) ? n : SPLAT(0.0f));
-  int_v half_exponent = exponent >> 1;
-  real_v result = p * AS_REAL((half_exponent + 127) << 23) * AS_REAL((exponent - half_exponent + 127) << 23);
-  return (x > SPLAT(88.8f)) ? SPLAT(INFINITY) : result;
-#undef AS_REAL
-#undef TO_INT
+  const int_v exponent = AS_INT_V(shifted) - 0x4B400000;
+  const int_v half_exponent = exponent >> 1;
+  p = p * AS_REAL_V((half_exponent + 127) << 23) * AS_REAL_V((exponent - half_exponent + 127) << 23);
+  return (x > SPLAT(88.8f)) ? SPLAT(INFINITY) : p;
 }
 #endif
 

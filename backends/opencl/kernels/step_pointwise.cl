@@ -1,9 +1,9 @@
 // A pointwise step, or a chain of them, in a launch of its own. Operands may be scalars, per-channel tensors (both in `operands`)
 // or whole tensors and earlier values of any broadcast shape (a0, a1, ...: buffers with a stride for each axis).
 //
-// A work-item owns one row (n, c, d, h) of WIDTH elements. The host defines CHANNELS, DEPTH, HEIGHT, WIDTH, BUFFERS (the extra
+// It may work in place (x and y the same buffer). A work-item owns one row (n, c, d, h) of WIDTH elements. The host defines CHANNELS, DEPTH, HEIGHT, WIDTH, BUFFERS (the extra
 // kernel parameters), FIRST(x, c) (the step, reading its buffers at row base w), and TAIL(x, c).
-kernel void pointwise_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
+kernel void pointwise_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                            const ulong count BUFFERS) {
   const size_t row = get_global_id(0);
   if (row >= count) return;

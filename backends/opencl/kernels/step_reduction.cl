@@ -4,16 +4,18 @@
 // along width in either case:
 //   USE_WIDTH_REDUCTION 1: width is reduced too; lanes are partial results that are combined at the end.
 //   USE_WIDTH_REDUCTION 0: width stays; each lane is a result of its own.
-// Sums are taken in two levels, a run along the last reduced axis and then over runs, so that errors grow with the length of a
-// run and the number of runs, not with their product.
+// Sums are taken in two levels, a run (a part of the last reduced axis) and then over runs, so that errors grow with the length
+// of a run and the number of runs, not with their product.
+//
+// Normalise and softmax may work in place (x and y the same buffer): each element is read before it is written.
 //
 // The host defines, besides numeric.cl's:
 //   WIDTH                 extent of the width axis
 //   COUNT                 elements that one result reduces over
 //   OUTER_BASE(outer)     offset of place `outer` in the tensor
 //   OUTER_RESULT(outer)   offset of place `outer` in a reduced tensor
-//   EACH_RUN              loops over the reduced axes but the last, declaring their indices
-//   EACH_IN_RUN           loop over the last reduced axis (width in vectors, when it is reduced)
+//   EACH_RUN              loops over the reduced axes but the last, and over the runs of that one, declaring their indices
+//   EACH_IN_RUN           loop over one run (width in vectors, when it is reduced)
 //   OFFSET                offset inside the reduction, from the loops' indices and w or w0
 //   CHANNEL, RESULT_CHANNEL  channel of the current element, and of a reduced result
 //   TAIL(x, c)            pointwise steps that ride on the store
@@ -39,7 +41,7 @@
 #endif
 
 #if STEP_NORMALIZE
-kernel void normalize_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
+kernel void normalize_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                            const ulong count) {
   const size_t outer = get_global_id(0);
   if (outer >= count) return;
@@ -76,7 +78,7 @@ kernel void normalize_step(global const REAL *restrict x, global const REAL *res
 #endif
 
 #if STEP_SOFTMAX
-kernel void softmax_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
+kernel void softmax_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                          const ulong count) {
   const size_t outer = get_global_id(0);
   if (outer >= count) return;

@@ -1,0 +1,679 @@
+"""The convolution for GPUs, a tiled implicit GEMM: tiles, fusion rules, lowering, launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+
+from backends.opencl.executable import Call, Launch, Remembered, _Operands, _step_launches
+from backends.opencl.fusion import Epilogue, LineFusion, Stage, sort_epilogue
+from backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
+from backends.opencl.runtime import OpenClRuntime
+from backends.opencl.tiles import round_up
+from dispatcher.geometry import ConvGeometry
+from dispatcher.interface import PlannedLaunch, Tensors
+from dispatcher.operator import Operator
+from dispatcher.planner import Segment, plan
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
+
+SOURCE = "conv_transpose3d_tiled.cl"
+KERNEL = "conv_transpose3d_tiled"
+STAGE_FILES = {
+    Normalize: "tile_layer_norm.cl",
+    Softmax: "tile_channel_softmax.cl",
+    Reduce: "tile_channel_reduce.cl",
+}
+#: Pointwise functions that are cheap enough to be computed again for every tap that reads an element.
+CHEAP = ("add", "subtract", "scale", "clamp", "relu", "leaky_relu", "hardswish")
+#: Work-items that run in step on a device that does not say: a multiple of every common width.
+DEFAULT_MULTIPLE = 64
+#: Private words that a work-item's sums, and what it holds back for folding, may take; more would be spilled.
+SUM_WORDS = 64
+#: Kernels that are built at most before a convolution is left to the gather kernel.
+MOST_BUILDS = 4
+
+
+# ---- what the device allows --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Limits:
+    """What a tile is chosen by.
+
+    Attributes:
+        work_items: most work-items of a one-dimensional work-group.
+        local_memory: bytes of local memory that a work-group may take.
+        multiple: work-items that run in step; a work-group is best a multiple of it.
+        compute_units: work-groups that run at once, at least.
+    """
+
+    work_items: int
+    local_memory: int
+    multiple: int
+    compute_units: int
+
+
+def limits_of(runtime: OpenClRuntime) -> Limits:
+    """The limits of a device."""
+    device = runtime.device
+    multiple = 0
+    for name in (
+        "preferred_work_group_size_multiple",  # OpenCL 3.0
+        "warp_size_nv",
+        "wavefront_width_amd",
+    ):
+        try:
+            multiple = multiple or int(getattr(device, name))
+        except (cl.Error, AttributeError):
+            continue  # this device does not know the question
+    return Limits(
+        work_items=min(device.max_work_group_size, device.max_work_item_sizes[0]),
+        local_memory=device.local_mem_size,
+        multiple=multiple or DEFAULT_MULTIPLE,
+        compute_units=device.max_compute_units,
+    )
+
+
+# ---- tiles -------------------------------------------------------------------------------------------------
+def power_above(value: int) -> int:
+    """The smallest power of two that is not below ``value``."""
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a tuner may choose. Every number is a power of two.
+
+    Attributes:
+        block_m: positions of a work-group.
+        block_n: output channels of a channel tile.
+        block_c: input channels of a step of K.
+        block_t: taps of a step of K; above 1 only when block_c holds all channels of a group.
+        thread_m: consecutive positions that a work-item holds in registers, at most 8.
+        thread_n: consecutive channels that a work-item holds in registers, at most 8; thread_m * thread_n
+            sums have to fit SUM_WORDS.
+        planes: phases along width whose results are stored together: 1, or the stride.
+    """
+
+    block_m: int
+    block_n: int
+    block_c: int
+    block_t: int
+    thread_m: int
+    thread_n: int
+    planes: int
+
+    @property
+    def block_k(self) -> int:
+        """Rows of a step of K."""
+        return self.block_t * self.block_c
+
+    @property
+    def work_items(self) -> int:
+        """Work-items of a work-group."""
+        return self.block_m * self.block_n // (self.thread_m * self.thread_n)
+
+    @property
+    def stage_slices(self) -> int:
+        """Rows of K that are staged at once; they have to divide block_k."""
+        return max(1, self.work_items // self.block_m)
+
+    @property
+    def columns(self) -> int:
+        """Columns of results."""
+        return self.block_m * self.planes
+
+    @property
+    def lanes(self) -> int:
+        """Work-items side by side along the columns of results."""
+        return min(self.work_items, self.columns)
+
+    @property
+    def slices(self) -> int:
+        """Work-items that share a column of results."""
+        return self.work_items // self.lanes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a segment asks of a tile.
+
+    Attributes:
+        geometry: of the convolution.
+        fold: the pooling window is the set of phases, and is folded.
+        all_channels: some step combines the channels of a voxel.
+        itemsize: bytes of an element.
+    """
+
+    geometry: ConvGeometry
+    fold: bool
+    all_channels: bool
+    itemsize: int
+
+    @property
+    def positions(self) -> tuple[int, int, int]:
+        """Positions m along depth, height, width; whole windows only, when folded."""
+        d, h, w = (axis.output // axis.stride if self.fold else axis.positions for axis in self.geometry.axes)
+        return d, h, w
+
+    @property
+    def all_positions(self) -> int:
+        """The GEMM's M: positions of all images."""
+        return self.geometry.batch * math.prod(self.positions)
+
+    @property
+    def phases(self) -> int:
+        """Phases of all axes."""
+        return math.prod(axis.stride for axis in self.geometry.axes)
+
+    @property
+    def most_taps(self) -> int:
+        """Taps of the largest phase."""
+        g = self.geometry
+        return max(1, g.longest_sum // (g.in_channels // g.groups))
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """A task cut with a tile: everything that follows from the two."""
+
+    task: Task
+    tile: Tile
+
+    @property
+    def group_ic(self) -> int:
+        """Input channels of a group."""
+        return self.task.geometry.in_channels // self.task.geometry.groups
+
+    @property
+    def group_oc(self) -> int:
+        """Output channels of a group."""
+        return self.task.geometry.out_channels // self.task.geometry.groups
+
+    @property
+    def padded_ic(self) -> int:
+        """Input channels of a group with the zeros behind them."""
+        return round_up(self.group_ic, self.tile.block_c)
+
+    @property
+    def tiles(self) -> int:
+        """Channel tiles of a group."""
+        return -(-self.group_oc // self.tile.block_n)
+
+    @property
+    def tap_rows(self) -> int:
+        """Taps of a channel tile's weights, with those that the last step of K reads past the end."""
+        return self.task.geometry.kernel_volume + self.tile.block_t - 1
+
+    @property
+    def channel_blocks(self) -> int:
+        """Work-groups side by side along the channels."""
+        return 1 if self.task.all_channels else self.task.geometry.groups * self.tiles
+
+    @property
+    def phases_per_group(self) -> int:
+        """Phases that a work-group computes one after another."""
+        return self.task.phases if self.task.fold else self.tile.planes
+
+    @property
+    def work_groups(self) -> int:
+        """Work-groups of the launch."""
+        blocks = -(-self.task.all_positions // self.tile.block_m)
+        return blocks * self.channel_blocks * (self.task.phases // self.phases_per_group)
+
+    @property
+    def result_rows(self) -> int:
+        """Rows of results: channels that a work-group holds at once."""
+        g = self.task.geometry
+        return g.out_channels if self.task.all_channels else min(self.tile.block_n, self.group_oc)
+
+    @property
+    def results_at(self) -> int:
+        """Where results start in local memory, in elements; 0 where they may lie over A and B."""
+        held = self.tile.planes > 1 or (self.task.all_channels and self.task.geometry.groups * self.tiles > 1)
+        return self._staging if held else 0
+
+    @property
+    def _staging(self) -> int:
+        return self.tile.block_k * (self.tile.block_m + self.tile.block_n)
+
+    @property
+    def local_elements(self) -> int:
+        """Elements of A, B and results."""
+        return max(self._staging, self.results_at + self.result_rows * self.tile.columns)
+
+    @property
+    def partial_elements(self) -> int:
+        """Elements of the partial sums of slices."""
+        return self.tile.work_items if self.task.all_channels and self.tile.slices > 1 else 1
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory of a work-group; a few elements more than needed, for alignment."""
+        return (self.local_elements + self.partial_elements) * self.task.itemsize + 64
+
+    @property
+    def fold_rows(self) -> int:
+        """Rows of results that a work-item holds back for folding."""
+        return -(-self.result_rows // self.tile.slices)
+
+    def refusal(self, limits: Limits) -> str | None:
+        """None when the tile keeps its constraints and the device's limits, else which one it breaks."""
+        tile, words = self.tile, self.task.itemsize // 4
+        if not 1 <= tile.work_items <= limits.work_items:
+            return f"{tile.work_items} work-items; the device allows {limits.work_items}"
+        if tile.thread_m > tile.block_m or tile.thread_n > tile.block_n:
+            return "a work-item's share is larger than the block"
+        if tile.block_t > 1 and tile.block_c < self.group_ic:
+            return "a step of several taps has to hold all channels"
+        if tile.block_k % tile.stage_slices:
+            return "a step of K has fewer rows than are staged at once"
+        if tile.thread_m * tile.thread_n * words > SUM_WORDS:
+            return "too many sums for a work-item's registers"
+        if self.local_bytes > limits.local_memory:
+            return f"{self.local_bytes} bytes of local memory; the device has {limits.local_memory}"
+        return None
+
+    def cost(self, limits: Limits) -> float:
+        """Estimated time, in multiply-adds of one lane: a guide for choosing, not a prediction.
+
+        A product costs one multiply-add plus its share of local loads (of B, which all lanes read alike, half
+        of what A costs) and of staging: index arithmetic, a global load and a local store for each element.
+        """
+        tile, task = self.tile, self.task
+        product_cost = 1 + 1 / tile.thread_n + 0.5 / tile.thread_m + 8 / tile.block_n + 4 / tile.block_m
+        depth = self.padded_ic * self.task.geometry.kernel_volume
+        if tile.block_t > 1:
+            depth = round_up(task.most_taps, tile.block_t) * self.padded_ic * task.phases
+        blocks = -(-task.all_positions // tile.block_m) * tile.block_m
+        products = blocks * task.geometry.groups * self.tiles * tile.block_n * depth
+        # Lanes that idle in a work-group's last wavefront, and compute units that idle in the last round.
+        wavefront = round_up(tile.work_items, limits.multiple) / tile.work_items
+        rounds = round_up(self.work_groups, limits.compute_units) / max(1, self.work_groups)
+        # A work-group that leaves no room for a second one has nothing to hide its barriers behind.
+        alone = 1.3 if self.local_bytes * 2 > limits.local_memory else 1.0
+        few = 1.2 if tile.work_items < 2 * limits.multiple else 1.0
+        # Results of one phase at a time fill only every stride-th element of a memory line.
+        scattered = 1.1 if tile.planes < task.geometry.width.stride and not task.fold else 1.0
+        return products * product_cost * wavefront * rounds * alone * few * scattered
+
+
+def _candidates(task: Task) -> Iterator[Tile]:
+    """Every tile worth a thought."""
+    group_ic = task.geometry.in_channels // task.geometry.groups
+    group_oc = task.geometry.out_channels // task.geometry.groups
+    steps = set()
+    for block_k in (8, 16):
+        block_c = min(block_k, power_above(group_ic))
+        # Rows of K that no tap or no channel fills still serve to give every work-item something to stage.
+        steps.add((block_c, block_k // block_c))
+    stride = task.geometry.width.stride
+    planes = {1, stride} if not task.fold and power_above(stride) == stride else {1}
+    blocks_n = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= power_above(group_oc)]
+    threads = (1, 2, 4, 8)
+    for block_m, block_n, thread_m, thread_n in product(
+        (8, 16, 32, 64, 128, 256), blocks_n, threads, threads
+    ):
+        for (block_c, block_t), together in product(sorted(steps), sorted(planes)):
+            yield Tile(block_m, block_n, block_c, block_t, thread_m, thread_n, together)
+
+
+def ranked_layouts(task: Task, limits: Limits) -> list[TileLayout]:
+    """Layouts that the device can run, the best estimate first; empty when there is none."""
+    layouts = [TileLayout(task, tile) for tile in _candidates(task)]
+    fitting = [layout for layout in layouts if layout.refusal(limits) is None]
+    return sorted(fitting, key=lambda layout: layout.cost(limits))
+
+
+# ---- fusion ------------------------------------------------------------------------------------------------
+def task_of(convolution: ConvTranspose3d, epilogue: Epilogue, itemsize: int) -> Task:
+    """What a convolution with its fused steps asks of a tile."""
+    stages = bool(epilogue.before or epilogue.after)
+    return Task(convolution.geometry, epilogue.fold is not None, stages, itemsize)
+
+
+class TiledFusion(LineFusion):
+    """Fusion rules of the tiled kernel.
+
+    Args:
+        limits: of the device: the channels of a block of voxels have to fit its local memory.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, limits: Limits, itemsize: int) -> None:
+        self._limits, self._itemsize = limits, itemsize
+
+    def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
+        if isinstance(step, Pointwise) and step.function not in CHEAP:
+            return f"{step.op} would be computed again for every tap"
+        return super().prologue(step, fused, convolution)
+
+    def epilogue(self, convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Step) -> str | None:
+        if isinstance(step, Pointwise):
+            return super().epilogue(convolution, fused, step)
+        if isinstance(step, Pool):
+            stride = tuple(axis.stride for axis in convolution.geometry.axes)
+            if any(isinstance(other, Pool) for other in fused):
+                return "one pooling is folded already"
+            if step.window != stride:
+                return f"pool window {step.window} is not the set of phases, stride {stride}"
+        else:
+            reason = super().epilogue(convolution, fused, step)
+            if reason is not None:
+                return reason
+        task = task_of(convolution, sort_epilogue((*fused, step)), self._itemsize)
+        if not any(TileLayout(task, tile).refusal(self._limits) is None for tile in _candidates(task)):
+            return "all channels of a voxel at once exceed the device's local memory"
+        return None
+
+
+# ---- lowering ----------------------------------------------------------------------------------------------
+def pack_weights(weight: np.ndarray, layout: TileLayout) -> np.ndarray:
+    """Weights in the order in which the kernel reads them, with zeros in the padding.
+
+    Args:
+        weight: ``(IC, OC/groups, KD, KH, KW)``.
+
+    Returns:
+        ``(groups, channel tiles, tap_rows, padded_ic, block_n)``.
+    """
+    g, tile = layout.task.geometry, layout.tile
+    depth, height, width = (axis.kernel for axis in g.axes)
+    order = [(d * height + h) * width + w for d, h, w, *_ in _taps(g)]
+    packed = np.zeros(
+        (g.groups, layout.tiles * tile.block_n, layout.tap_rows, layout.padded_ic), weight.dtype
+    )
+    taps = weight.reshape(g.groups, layout.group_ic, layout.group_oc, depth * height * width)
+    packed[:, : layout.group_oc, : len(order), : layout.group_ic] = taps[..., order].transpose(0, 2, 3, 1)
+    split = packed.reshape(g.groups, layout.tiles, tile.block_n, layout.tap_rows, layout.padded_ic)
+    return np.ascontiguousarray(split.transpose(0, 1, 3, 4, 2))
+
+
+def _taps(geometry: ConvGeometry) -> list[tuple[int, int, int, int, int, int]]:
+    """Every tap, phase after phase: its three indices in the kernel, its three offsets."""
+    return [
+        (d.index, h.index, w.index, d.offset, h.offset, w.offset)
+        for phases in product(*(axis.phases for axis in geometry.axes))
+        for d, h, w in product(*(phase.taps for phase in phases))
+    ]
+
+
+def phase_tables(geometry: ConvGeometry) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel knows of the geometry's phases.
+
+    Returns:
+        phases ``(phases, 2)``: first tap and number of taps; taps ``(kernel volume, 4)``: offsets along
+        depth, height and width, and a zero. Both int32.
+    """
+    counts = [
+        math.prod(len(p.taps) for p in phases) for phases in product(*(a.phases for a in geometry.axes))
+    ]
+    firsts = np.cumsum([0, *counts[:-1]])
+    taps = np.array([(*offsets, 0) for *_, d, h, w in _taps(geometry) for offsets in [(d, h, w)]], np.int32)
+    return np.stack([firsts, counts], axis=1).astype(np.int32), taps
+
+
+def _stages(
+    operands: OperandLayout, stages: Sequence[Stage], first: int, channels: int
+) -> tuple[str, str, bool]:
+    """Functions of a run of stages, the statements that call them, and whether one reduces the channels."""
+    text, calls, reduced = "", "", False
+    for number, stage in enumerate(stages, start=first):
+        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": 1 if reduced else channels}
+        affine = ""
+        match stage.step:
+            case Normalize() as step:
+                values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
+                if step.weight is not None:
+                    affine += f"x = x * {operands.expression(step.weight, 'c')}; "
+                if step.bias is not None:
+                    affine += f"x = x + {operands.expression(step.bias, 'c')};"
+            case Reduce() as step:
+                maximum = step.function == "max"
+                values["STAGE_COMBINE(a, b)"] = "max_keep_nan(a, b)" if maximum else "((a) + (b))"
+                values["STAGE_IDENTITY"] = "-INFINITY" if maximum else "R(0.0)"
+                values["STAGE_OVER_SLICES"] = "max_over_slices" if maximum else "sum_over_slices"
+                share = step.function == "mean" and not reduced
+                values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if share else "R(1.0)"
+                reduced = True
+        body = (
+            defines(values)
+            + tail_macro("STAGE_AFFINE", affine)
+            + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
+        )
+        names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
+        text += section(STAGE_FILES[type(stage.step)], body)
+        text += "".join(f"#undef {name}\n" for name in names)
+        calls += f"stage_{number}(results, partial, operands, lane, slice); "
+    return text, calls, reduced
+
+
+def render(
+    layout: TileLayout,
+    convolution: ConvTranspose3d,
+    prologue: Sequence[Pointwise],
+    epilogue: Epilogue,
+    output: tuple[int, int, int, int, int],
+) -> tuple[str, OperandLayout]:
+    """Source text for one segment, and the layout of its ``operands`` buffer.
+
+    Args:
+        layout: geometry and tile.
+        convolution: the segment's convolution.
+        prologue: pointwise steps on its input.
+        epilogue: the steps behind it.
+        output: shape of what the segment stores.
+    """
+    task, tile, g = layout.task, layout.tile, layout.task.geometry
+    operands = OperandLayout()
+    before, before_calls, reduced = _stages(operands, epilogue.before, 1, g.out_channels)
+    after, after_calls, reduced_after = _stages(
+        operands, epilogue.after, 1 + len(epilogue.before), 1 if reduced else g.out_channels
+    )
+    small = task.all_positions + tile.block_m < 1 << 32
+    real = "double" if task.itemsize == 8 else "float"
+    values: dict[str, object] = {
+        "IC": g.in_channels,
+        "GROUPS": g.groups,
+        "GROUP_IC": layout.group_ic,
+        "GROUP_OC": layout.group_oc,
+        "PADDED_IC": layout.padded_ic,
+        "TILES": layout.tiles,
+        "TAP_ROWS": layout.tap_rows,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_C": tile.block_c,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_K": tile.block_k,
+        "THREAD_M": tile.thread_m,
+        "THREAD_N": tile.thread_n,
+        "PLANES": tile.planes,
+        "WORK_ITEMS": tile.work_items,
+        "COLUMNS": tile.columns,
+        "LANES": tile.lanes,
+        "SLICES": tile.slices,
+        "RESULTS_AT": layout.results_at,
+        "LOCAL_ELEMENTS": layout.local_elements,
+        "PARTIAL_ELEMENTS": layout.partial_elements,
+        "USE_ALL_CHANNELS": task.all_channels,
+        "CHANNEL_BLOCKS": layout.channel_blocks,
+        "PHASES_PER_GROUP": layout.phases_per_group,
+        "PHASE_BLOCKS": task.phases // layout.phases_per_group,
+        "INDEX": "uint" if small else "ulong",
+        "POSITIONS": f"{task.all_positions}{'u' if small else 'ul'}",
+        "OUT_C": output[1],
+        "OUT_CHANNEL": 0 if reduced or reduced_after else "first_channel",
+        "OUT_ROWS": 1 if reduced or reduced_after else "channels",
+        "USE_FOLD": task.fold,
+    }
+    for letter, axis, positions, extent in zip("DHW", g.axes, task.positions, output[2:], strict=True):
+        values |= {
+            f"I{letter}": axis.input,
+            f"OUT_{letter}": extent,
+            f"STRIDE_{letter}": axis.stride,
+            f"POSITIONS_{letter}": positions,
+        }
+    fold = ""
+    if epilogue.fold is not None:
+        maximum = epilogue.fold.function == "max"
+        fold = defines(
+            {
+                "FOLD_CHANNELS": 1 if reduced else "channels",
+                "FOLD_ROWS": 1 if reduced else layout.fold_rows,
+                "FOLD_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
+                "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {task.phases})",
+            }
+        ) + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail))
+    text = (
+        section("numeric.cl", defines({"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": 1}))
+        + defines(values)
+        + tail_macro("PROLOGUE", tail(operands, prologue))
+        + tail_macro("CONV_TAIL", tail(operands, [convolution, *epilogue.tail]))
+        + (section("tile_slices.cl") if task.all_channels else "")
+        + before
+        + fold
+        + after
+        + f"#define STAGES_BEFORE_FOLD do {{ {before_calls} }} while (0)\n"
+        + f"#define STAGES_AFTER_FOLD do {{ {after_calls} }} while (0)\n"
+        + section(SOURCE)
+    )
+    return text, operands
+
+
+# ---- launching ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class BuiltTile:
+    """A layout whose kernel the device has accepted."""
+
+    layout: TileLayout
+    kernel: Any
+    operands: OperandLayout
+
+
+def build_segment(
+    runtime: OpenClRuntime, limits: Limits, operator: Operator, segment: Segment, real: np.dtype[Any]
+) -> BuiltTile | None:
+    """Build the best tile that the device can launch; None when it can launch none.
+
+    A compiler may need more registers or local memory than was estimated; it then allows smaller work-groups,
+    and only tiles that keep to what it said are tried next.
+    """
+    convolution = operator.steps[segment.convolution or 0]
+    assert isinstance(convolution, ConvTranspose3d)
+    epilogue = sort_epilogue(segment.epilogue(operator))
+    prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
+    task = task_of(convolution, epilogue, real.itemsize)
+    allowed, local_bytes, builds = limits.work_items, limits.local_memory, 0
+    for layout in ranked_layouts(task, limits):
+        if layout.tile.work_items > allowed or layout.local_bytes > local_bytes:
+            continue
+        if builds == MOST_BUILDS:
+            break
+        builds += 1
+        text, operands = render(layout, convolution, prologue, epilogue, operator.steps[segment.last].shape)
+        kernel = getattr(runtime.program(text), KERNEL)
+        info, device = cl.kernel_work_group_info, runtime.device
+        most = kernel.get_work_group_info(info.WORK_GROUP_SIZE, device)
+        taken = kernel.get_work_group_info(info.LOCAL_MEM_SIZE, device)
+        if layout.tile.work_items <= most and taken <= limits.local_memory:
+            return BuiltTile(layout, kernel, operands)
+        if layout.tile.work_items > most:
+            allowed = layout.tile.work_items // 2
+        else:
+            local_bytes = layout.local_bytes // 2
+    return None
+
+
+class TiledLaunch:
+    """A convolution by the tiled kernel, with its fused steps."""
+
+    def __init__(
+        self,
+        runtime: OpenClRuntime,
+        operator: Operator,
+        segment: Segment,
+        real: np.dtype[Any],
+        built: BuiltTile,
+    ) -> None:
+        convolution = operator.steps[segment.convolution or 0]
+        assert isinstance(convolution, ConvTranspose3d)
+        self.source, self.output = operator.steps[segment.first].source, segment.last + 1
+        self._runtime, self._real, self._built = runtime, real, built
+        self._weight = convolution.weight.name
+        self._weights = Remembered()
+        self._finite = True
+        self._operands = _Operands(runtime, built.operands, real)
+        layout, tile = built.layout, built.layout.tile
+        self._tables = [runtime.constant(table) for table in phase_tables(convolution.geometry)]
+        self.planned = PlannedLaunch(
+            KERNEL,
+            tuple(step.op for step in operator.steps[segment.first : segment.last + 1]),
+            "tiled",
+            {
+                "block": f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
+                "thread": f"{tile.thread_m}x{tile.thread_n}",
+                "taps_x_channels": f"{tile.block_t}x{tile.block_c}",
+                "phases_per_group": layout.phases_per_group,
+                "phases_stored_together": tile.planes,
+                "all_channels": "yes" if layout.task.all_channels else "no",
+                "local_bytes": layout.local_bytes,
+                "work_items": tile.work_items,
+                "work_groups": layout.work_groups,
+            },
+            segment.note,
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Global and local size."""
+        work_items = self._built.layout.tile.work_items
+        return self._built.layout.work_groups * work_items, work_items
+
+    def prepare(self, tensors: Tensors) -> bool:
+        self._operands.update(tensors)
+        if self._weights.stale(tensors, [self._weight]):
+            weight = np.asarray(tensors[self._weight], self._real)
+            # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
+            self._finite = bool(np.isfinite(weight).all())
+            self._weights.buffer = self._runtime.constant(pack_weights(weight, self._built.layout))
+        return self._finite
+
+    def enqueue(self, call: Call) -> None:
+        self._built.kernel.set_args(
+            call.values[self.source],
+            self._weights.buffer,
+            self._operands.buffer,
+            *self._tables,
+            call.values[self.output],
+        )
+        global_size, local_size = self.sizes
+        event = cl.enqueue_nd_range_kernel(call.queue, self._built.kernel, (global_size,), (local_size,))
+        call.events.append((self.planned.name, event))
+
+
+def tiled_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any]) -> list[Launch]:
+    """The launches of an operator on a GPU: tiled convolutions, and a launch a step for what does not fuse.
+
+    A convolution for which the device can launch no tile is gathered element by element.
+    """
+    limits = limits_of(runtime)
+    launches: list[Launch] = []
+    segments = list(plan(operator, TiledFusion(limits, real.itemsize)))
+    while segments:
+        segment = segments.pop(0)
+        last, note = segment.last, segment.note
+        if segment.convolution is not None:
+            built = build_segment(runtime, limits, operator, segment, real)
+            if built is not None:
+                launches.append(TiledLaunch(runtime, operator, segment, real, built))
+                continue
+            note = "the device can launch no tile of the tiled kernel"
+        while segment.convolution is None and segments and segments[0].convolution is None:
+            last = segments.pop(0).last
+        launches += _step_launches(runtime, operator, segment.first, last, real, note)
+    return launches

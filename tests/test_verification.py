@@ -1,0 +1,626 @@
+"""The comparison and the error bounds: honest results pass, and every kind of wrong result fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from backends.numpy_ref import BACKEND, reference
+from backends.numpy_ref import steps as reference_steps
+from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.inputs import KINDS, random_tensors
+from dispatcher.loader import load_problem, problem_names
+from dispatcher.operator import Operator
+from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.verification import bounded_reference, compare, poisoned, verify_result
+from tests.strategies import Recipe, conv_operator, operator_of, pipelines, tensors_of, thorough
+
+Tensors = Mapping[str, np.ndarray]
+CONV = "conv-transpose-3d-asym-input-sq-kernel"
+LAYERNORM = "conv-transpose3d-layernorm-gelu-scaling"
+SUM = "conv-transpose3d-sum-layernorm-avgpool-gelu"
+SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
+MAXMAX = "conv-transpose3d-max-max-sum"
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------
+SHAPE = (2, 1, 2, 2, 2)
+REFERENCE = np.linspace(-1.0, 1.0, 16).reshape(SHAPE)
+BOUND = np.full(SHAPE, 1e-6)
+
+
+def changed(place: int, value: float) -> np.ndarray:
+    """The reference as float32, with one other element."""
+    result = REFERENCE.astype(np.float32)
+    result.flat[place] = value
+    return result
+
+
+def test_equal_results_pass() -> None:
+    found = compare(REFERENCE.astype(np.float32), REFERENCE, BOUND)
+    assert found.passed and found.reason == "" and found.max_error_over_bound < 0.1
+    assert 0 < found.max_abs_error < 1e-7 and 0 < found.normwise < 1e-7
+
+
+def test_figures_of_a_wrong_element() -> None:
+    found = compare(changed(9, 3.0), REFERENCE, BOUND)
+    assert not found.passed
+    assert found.worst_index == (1, 0, 0, 0, 1) and found.worst_value == 3.0
+    assert found.worst_reference == REFERENCE.flat[9]
+    assert found.max_abs_error == 3.0 - REFERENCE.flat[9]
+    assert math.isclose(found.max_error_over_bound, found.max_abs_error / 1e-6)
+    assert math.isclose(found.normwise, found.max_abs_error / np.linalg.norm(REFERENCE), rel_tol=1e-6)
+    assert "1 of 16" in found.reason and "(1, 0, 0, 0, 1)" in found.reason
+
+
+@pytest.mark.parametrize(
+    "result", [np.full(SHAPE, np.nan, np.float32), changed(3, np.nan)], ids=["all", "one"]
+)
+def test_nan_fails_where_the_reference_has_none(result: np.ndarray) -> None:
+    found = compare(result, REFERENCE, BOUND)
+    assert not found.passed and "NaN" in found.reason
+    assert all(map(math.isnan, (found.max_abs_error, found.max_error_over_bound, found.normwise)))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_infinities_fail_where_the_reference_has_none(value: float) -> None:
+    found = compare(changed(3, value), REFERENCE, BOUND)
+    assert not found.passed and found.max_abs_error == math.inf and "infinite" in found.reason
+
+
+def test_special_values_match_themselves_only() -> None:
+    special = (np.nan, np.inf, -np.inf)
+    for expected in special:
+        truth = REFERENCE.copy()
+        truth.flat[3] = expected
+        for got in (*special, 0.5):
+            found = compare(changed(3, got), truth, BOUND)
+            same = got == expected or (np.isnan(got) and np.isnan(expected))
+            assert found.passed == same, (expected, got)
+            assert same or not found.max_abs_error < math.inf
+    truth.flat[3], truth.flat[4] = np.nan, 0.0
+    result = truth.astype(np.float32)
+    result.flat[3], result.flat[4] = 0.0, np.nan
+    assert not compare(result, truth, BOUND).passed
+
+
+def test_overflow_of_the_results_dtype_is_no_error() -> None:
+    truth = np.full(SHAPE, 1e39)
+    assert compare(np.full(SHAPE, np.inf, np.float32), truth, BOUND).passed
+    assert not compare(np.full(SHAPE, -np.inf, np.float32), truth, BOUND).passed
+    assert not compare(np.full(SHAPE, 3e38, np.float32), truth, BOUND).passed
+    assert not compare(np.full(SHAPE, np.inf, np.float32), np.full(SHAPE, 3e38), BOUND).passed
+
+
+def test_shapes_are_not_broadcast() -> None:
+    truth = np.ones(SHAPE)
+    for shape in ((1, 1, 1, 1, 1), (2, 1, 2, 2), (2, 1, 2, 2, 2, 1), (16,), (0, 1, 2, 2, 2), ()):
+        found = compare(np.ones(shape, np.float32), truth, BOUND)
+        assert not found.passed and str(shape) in found.reason and str(SHAPE) in found.reason
+        assert found.max_abs_error == math.inf
+    assert not compare(np.ones(SHAPE, np.float32), truth, np.ones((1, 1, 1, 1, 1))).passed
+
+
+def test_dtypes() -> None:
+    assert compare(REFERENCE, REFERENCE, BOUND).passed
+    assert not compare(REFERENCE, REFERENCE, BOUND, dtype="float32").passed
+    for odd in (REFERENCE.astype(np.int32), REFERENCE.astype(np.complex64), REFERENCE.astype(object)):
+        assert "dtype" in compare(odd, REFERENCE, 10.0).reason
+    assert "list" in compare([1.0], REFERENCE, BOUND).reason  # type: ignore[arg-type]
+
+
+def test_nothing_agrees_with_nothing() -> None:
+    empty = np.ones((0, 3, 2, 2, 2))
+    found = compare(empty.astype(np.float32), empty, empty)
+    assert found.passed and found.max_abs_error == 0 and found.worst_index is None
+    assert not compare(np.ones((0, 4, 2, 2, 2), np.float32), empty, empty).passed
+
+
+def test_a_bound_of_zero_wants_equality_and_a_bound_of_nan_fails() -> None:
+    assert compare(REFERENCE, REFERENCE, 0.0).passed
+    assert compare(changed(2, 5.0), REFERENCE, 0.0).max_error_over_bound == math.inf
+    assert not compare(changed(2, 5.0), REFERENCE, math.nan).passed
+
+
+def test_an_all_zero_softmax_fails() -> None:
+    truth = np.full((1, 1, 32, 64, 64), 2.0**-17)
+    operator = operator_of({"x": truth.shape}, [{"op": "softmax", "axis": "spatial"}])
+    tensors = {"x": np.zeros(truth.shape, np.float32)}
+    assert verify_result(operator, tensors, truth.astype(np.float32)).passed
+    found = verify_result(operator, tensors, np.zeros(truth.shape, np.float32))
+    assert not found.passed and found.max_error_over_bound > 100 and found.normwise == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_poison(dtype: str) -> None:
+    array = poisoned((2, 3), dtype)
+    assert array.shape == (2, 3) and array.dtype == dtype and np.isnan(array).all()
+    assert not compare(array, np.zeros((2, 3)), 1e9).passed
+
+
+# ---- an honest implementation in float32 -------------------------------------------------------------------
+def honest_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+    return reference_steps.conv_transpose3d(step, x, w, *bias)
+
+
+def honest_pointwise(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
+    if step.function == "gelu":  # the textbook formula; the standard library's erf takes float32's place
+        erf = np.vectorize(math.erf, otypes=[x.dtype])(x * x.dtype.type(math.sqrt(0.5)))
+        return x.dtype.type(0.5) * x * (x.dtype.type(1) + erf)
+    return reference_steps.POINTWISE[step.function](x, *arguments)
+
+
+HONEST: dict[type[Step], Callable[..., np.ndarray]] = {
+    **reference_steps.TABLE,
+    ConvTranspose3d: honest_conv,
+    Pointwise: honest_pointwise,
+}
+
+
+def compute(
+    operator: Operator,
+    tensors: Tensors,
+    steps: Mapping[type[Step], Callable[..., np.ndarray]] = HONEST,
+    working: type[np.floating[Any]] = np.float32,
+) -> np.ndarray:
+    """Compute a pipeline in the arithmetic of ``working``, with some functions replaced."""
+    values = [tensors[operator.source].astype(working)]
+
+    def fetch(operand: Any) -> Any:
+        if hasattr(operand, "name"):
+            return tensors[operand.name].astype(working).reshape(operand.shape)
+        number = working(operand.value) if isinstance(operand.value, float) else values[operand.value]
+        return number
+
+    with np.errstate(all="ignore"):
+        for step in operator.steps:
+            operands = [fetch(operand) for operand in step.operands]
+            value = steps[type(step)](step, values[step.source], *operands)
+            values.append(np.ascontiguousarray(value.astype(working)))
+    return values[-1].astype(operator.dtype)
+
+
+SIZES = {
+    "batch_size": 2,
+    "in_channels": 16,
+    "out_channels": 24,
+    "depth": 4,
+    "height": 6,
+    "width": 5,
+    "kernel_d": 3,
+    "kernel_h": 3,
+    "kernel_w": 3,
+    "stride_d": 2,
+    "stride_h": 2,
+    "stride_w": 2,
+    "padding_d": 1,
+    "padding_h": 1,
+    "padding_w": 1,
+}
+
+
+def operator_for(name: str, dtype: str = "float32", **numbers: float) -> Operator:
+    """A bundled problem at the sizes above, or others."""
+    problem = load_problem(name)
+    known = {parameter.name for parameter in problem.parameters}
+    given = {key: value for key, value in {**SIZES, **numbers}.items() if key in known}
+    for scalar in problem.scalars:
+        if scalar.default is None:
+            given.setdefault(scalar.name, 0.75)
+    return bind_arguments(problem, sort_arguments(problem, given), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", problem_names())
+def test_honest_results_pass(name: str, kind: str) -> None:
+    operator = operator_for(name)
+    for seed in range(5):
+        tensors = random_tensors(operator, seed, kind=kind)
+        found = verify_result(operator, tensors, compute(operator, tensors))
+        assert found.passed, found.reason
+        assert found.max_error_over_bound < 0.7
+
+
+@pytest.mark.parametrize("name", problem_names())
+def test_honest_half_precision_passes(name: str) -> None:
+    operator = operator_for(name, "float16")
+    for seed in range(5):
+        tensors = random_tensors(operator, seed)
+        found = verify_result(operator, tensors, compute(operator, tensors))
+        assert found.passed, found.reason
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", problem_names())
+def test_the_reference_passes_its_own_check(name: str, dtype: str) -> None:
+    operator = operator_for(name, dtype)
+    tensors = random_tensors(operator, 0)
+    result = BACKEND.compile(operator, BACKEND.probe()[0], {})(tensors)
+    assert verify_result(operator, tensors, result).passed
+
+
+@thorough(150)
+@given(pipelines())
+def test_honest_pipelines_pass(recipe: Recipe) -> None:
+    operator = recipe.bind()
+    tensors = tensors_of(operator)
+    working = np.float64 if operator.dtype == "float64" else np.float32
+    found = verify_result(operator, tensors, compute(operator, tensors, working=working))
+    assert found.passed, found.reason
+
+
+def test_bounds_do_not_depend_on_how_the_batch_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = operator_for(LAYERNORM, batch_size=5)
+    tensors = random_tensors(operator, 0)
+    values, bounds = bounded_reference(operator, tensors)
+    wrong = compute(operator, tensors)
+    wrong[3, 2, 1, 1, 1] += 1
+    whole = verify_result(operator, tensors, wrong)
+    monkeypatch.setattr("backends.numpy_ref.backend.CHUNK_ELEMENTS", 1)
+    again = bounded_reference(operator, tensors)
+    np.testing.assert_allclose(again[0], values, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(again[1], bounds, rtol=1e-4)
+    parts = verify_result(operator, tensors, wrong)
+    assert parts.worst_index == whole.worst_index == (3, 2, 1, 1, 1)
+    assert math.isclose(parts.normwise, whole.normwise, rel_tol=1e-9)
+
+
+def test_the_tolerance_of_a_problem_file_counts() -> None:
+    mapping = {
+        "name": "loose",
+        "parameters": [
+            {"name": "x", "type": "tensor", "const": True, "shape": [2, 2, 2, 2, 2]},
+            {"name": "y", "type": "tensor", "const": False},
+        ],
+        "pipeline": ["tanh"],
+    }
+    strict = load_problem(mapping)
+    loose = load_problem({**mapping, "tolerance": 3.0})
+    bounds = []
+    for problem in (strict, loose):
+        operator = bind_arguments(problem, sort_arguments(problem, {}))
+        bounds.append(bounded_reference(operator, tensors_of(operator))[1])
+    np.testing.assert_allclose(bounds[1], 3 * bounds[0])
+
+
+def test_progress_of_a_verification() -> None:
+    operator = operator_for(CONV)
+    tensors = random_tensors(operator, 0)
+    seen: list[float] = []
+    verify_result(operator, tensors, compute(operator, tensors), seen.append)
+    assert seen == sorted(seen) and seen[-1] == 1.0 and len(seen) > 2
+
+
+def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
+    """Many taps: float32 is off by 1e-5, TF32 by 1e-2; the bound lies between."""
+    operator = conv_operator((1, 256, 4, 4, 4), 8, (3, 3, 3))
+    tensors = random_tensors(operator, 0, kind="uniform")
+    tensors["w"] -= np.float32(0.5)
+    values, bounds = bounded_reference(operator, tensors)
+    honest = np.abs(compute(operator, tensors) - values)
+    assert (honest < bounds).all() and honest.max() < 3e-5 and bounds.max() < 1e-3
+    assert bounds.max() > 10 * bounds.min()  # corners have few taps
+    wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
+def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
+    operator = conv_operator((1, 128, 4, 4, 4), 2, (3, 3, 3))
+    tensors = {name: np.full(shape, value, np.float32) for name, shape in operator.tensor_shapes.items()}
+    result = np.zeros(operator.output_shape, np.float32)
+    for channel in range(128):  # as slowly as sums can be taken
+        for tap in np.ndindex(3, 3, 3):
+            single = np.zeros_like(tensors["w"])
+            single[channel, :, *tap] = value
+            result += compute(operator, {**tensors, "w": single})
+    found = verify_result(operator, tensors, result)
+    assert found.passed and found.max_error_over_bound > 0.05, found.reason
+
+
+# ---- wrong results -----------------------------------------------------------------------------------------
+def replaced(**functions: Callable[..., np.ndarray]) -> dict[type[Step], Callable[..., np.ndarray]]:
+    """The honest functions with some replaced, by the name of the step's class."""
+    return {kind: functions.get(kind.__name__, function) for kind, function in HONEST.items()}
+
+
+def tf32(x: np.ndarray) -> np.ndarray:
+    """Rounded to 10 explicit bits, to nearest."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    return rounded.view(np.float32)
+
+
+def tf32_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+    return honest_conv(step, tf32(x), tf32(w), *bias)
+
+
+def half_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+    """Every product is exact and every sum is rounded to float16."""
+    y: np.ndarray = np.zeros((), np.float16)
+    zeros = np.zeros_like(x)
+    for channel in range(x.shape[1]):
+        one = zeros.copy()
+        one[:, channel] = x[:, channel]
+        y = (y + honest_conv(step, one, w)).astype(np.float16)
+    return sum(bias, y.astype(np.float32))
+
+
+def no_bias_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+    return honest_conv(step, x, w)
+
+
+def flipped_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+    return honest_conv(step, x, w[:, :, ::-1, ::-1, ::-1], *bias)
+
+
+def tanh_gelu(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
+    if step.function != "gelu":
+        return honest_pointwise(step, x, *arguments)
+    return np.float32(0.5) * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + 0.044715 * x**3)))
+
+
+def last_axis_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    centred = x - x.mean(axis=4, keepdims=True)
+    return centred / np.sqrt(np.square(centred).mean(axis=4, keepdims=True) + np.float32(step.eps))
+
+
+def one_pass_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    mean = x.mean(axis=1, keepdims=True)
+    variance = np.square(x).mean(axis=1, keepdims=True) - np.square(mean)
+    return (x - mean) / np.sqrt(variance + np.float32(step.eps))
+
+
+def no_eps_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    centred = x - x.mean(axis=1, keepdims=True)
+    return centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True))
+
+
+def unbiased_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
+    return (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True, ddof=1)
+
+
+def plain_softmax(step: Softmax, x: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(x)
+    return exponentials / exponentials.sum(axis=step.axes, keepdims=True)
+
+
+def channel_softmax(step: Softmax, x: np.ndarray) -> np.ndarray:
+    return reference_steps.softmax(Softmax(step.op, 0, step.shape, step.shape, (1,)), x)
+
+
+def zero_max_pool(step: Pool, x: np.ndarray) -> np.ndarray:
+    return np.maximum(reference_steps.pool(step, x), 0)
+
+
+def swapped_pools(step: Pool, x: np.ndarray) -> np.ndarray:
+    other = "avg" if step.function == "max" else "max"
+    return reference_steps.pool(Pool(step.op, 0, step.input_shape, step.shape, other, step.window), x)
+
+
+def truncated_sum(step: Reduce, x: np.ndarray) -> np.ndarray:
+    return x[:, :-1].sum(axis=1, keepdims=True)
+
+
+def no_clamp(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
+    return x if step.function == "clamp" else honest_pointwise(step, x, *arguments)
+
+
+def no_scale(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
+    return x if step.function == "scale" else honest_pointwise(step, x, *arguments)
+
+
+ALL = tuple(problem_names())
+WRONG_STEPS: dict[str, tuple[tuple[str, ...], dict[str, Callable[..., np.ndarray]]]] = {
+    "tf32": (ALL, {"ConvTranspose3d": tf32_conv}),
+    "half_accumulation": (ALL, {"ConvTranspose3d": half_conv}),
+    "flipped_kernel": (ALL, {"ConvTranspose3d": flipped_conv}),
+    "missing_bias": ((MAXMAX,), {"ConvTranspose3d": no_bias_conv}),
+    "tanh_gelu": ((LAYERNORM, SUM), {"Pointwise": tanh_gelu}),
+    "norm_over_the_last_axis": ((LAYERNORM, SUM), {"Normalize": last_axis_norm}),
+    "unbiased_variance": ((LAYERNORM, SUM), {"Normalize": unbiased_norm}),
+    "softmax_over_channels": ((SOFTMAX,), {"Softmax": channel_softmax}),
+    "other_pool": ((SUM, SOFTMAX, MAXMAX), {"Pool": swapped_pools}),
+    "sum_without_the_last_channel": ((MAXMAX,), {"Reduce": truncated_sum}),
+    "missing_clamp": ((SOFTMAX,), {"Pointwise": no_clamp}),
+    "missing_scale": ((LAYERNORM, SOFTMAX), {"Pointwise": no_scale}),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [(fault, name) for fault, (names, _) in WRONG_STEPS.items() for name in names]
+)
+def test_wrong_steps_fail(fault: str, name: str) -> None:
+    operator = operator_for(name, scaling_factor=1.25, width=8)
+    for seed in range(3):
+        tensors = random_tensors(operator, seed)
+        wrong = compute(operator, tensors, replaced(**WRONG_STEPS[fault][1]))
+        found = verify_result(operator, tensors, wrong)
+        assert not found.passed, f"error over bound is only {found.max_error_over_bound}"
+
+
+def swap(result: np.ndarray, axis: int) -> np.ndarray:
+    """Two neighbours along ``axis`` change places."""
+    order = np.arange(result.shape[axis])
+    order[[0, 1]] = order[[1, 0]]
+    return np.ascontiguousarray(np.take(result, order, axis))
+
+
+def stale_tail(result: np.ndarray) -> np.ndarray:
+    """The last elements were never written: what was there before stays."""
+    wrong = result.copy()
+    wrong.reshape(-1)[-3:] = 0.0
+    return wrong
+
+
+def unwritten_tail(result: np.ndarray) -> np.ndarray:
+    wrong = poisoned(result.shape, "float32")
+    wrong.reshape(-1)[:-1] = result.reshape(-1)[:-1]
+    return wrong
+
+
+def shifted(result: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.roll(result, 1, axis=4))
+
+
+WRONG_RESULTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "zeros": np.zeros_like,
+    "constant": lambda result: np.full_like(result, result.mean()),
+    "times_1.01": lambda result: result * np.float32(1.01),
+    "times_0.999": lambda result: result * np.float32(0.999),
+    "plus_a_thousandth_of_the_largest": lambda result: result + np.abs(result).max() * np.float32(1e-3),
+    "swapped_batch_items": lambda result: swap(result, 0),
+    "swapped_voxels": lambda result: swap(result, 4),
+    "shifted": shifted,
+    "stale_tail": stale_tail,
+    "unwritten_tail": unwritten_tail,
+    "negated": np.negative,
+    "one_wrong_element": lambda result: np.where(
+        np.arange(result.size).reshape(result.shape) == 5, -result, result
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_RESULTS)
+@pytest.mark.parametrize("name", ALL)
+def test_wrong_results_fail(name: str, fault: str) -> None:
+    operator = operator_for(name, width=20)
+    for seed in range(3):
+        tensors = random_tensors(operator, seed)
+        honest = compute(operator, tensors)
+        assert verify_result(operator, tensors, honest).passed
+        assert not verify_result(operator, tensors, WRONG_RESULTS[fault](honest)).passed
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != MAXMAX])
+def test_swapped_channels_fail(name: str) -> None:
+    operator = operator_for(name)
+    tensors = random_tensors(operator, 0)
+    assert not verify_result(operator, tensors, swap(compute(operator, tensors), 1)).passed
+
+
+def test_a_max_pool_that_starts_from_zero_fails_on_negative_values() -> None:
+    operator = operator_for(MAXMAX)
+    tensors = random_tensors(operator, 0)
+    tensors["conv_bias"] -= 10
+    assert verify_result(operator, tensors, compute(operator, tensors)).passed
+    assert not verify_result(
+        operator, tensors, compute(operator, tensors, replaced(Pool=zero_max_pool))
+    ).passed
+
+
+def test_pooling_before_the_norm_fails() -> None:
+    operator = operator_for(SUM)
+    norm = next(step for step in operator.steps if isinstance(step, Normalize))
+    tensors = random_tensors(operator, 0)
+    wrong = compute(
+        operator,
+        tensors,
+        replaced(
+            Normalize=lambda step, x: x,
+            Pool=lambda step, x: reference_steps.normalize(norm, reference_steps.pool(step, x)),
+        ),
+    )
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+def test_gelu_before_pooling_fails() -> None:
+    operator = operator_for(SUM)
+    tensors = random_tensors(operator, 0)
+    wrong = compute(
+        operator,
+        tensors,
+        replaced(
+            Pool=lambda step, x: reference_steps.pool(step, reference_steps.gelu(x)),
+            Pointwise=lambda step, x, *a: x if step.function == "gelu" else honest_pointwise(step, x, *a),
+        ),
+    )
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+def test_softmax_without_the_maximum_fails_where_it_matters() -> None:
+    operator = operator_for(SOFTMAX, clamp_min=-1e4, clamp_max=1e4)
+    tensors = random_tensors(operator, 0)
+    tensors["kernel"] *= 200
+    assert verify_result(operator, tensors, compute(operator, tensors)).passed
+    assert not verify_result(
+        operator, tensors, compute(operator, tensors, replaced(Softmax=plain_softmax))
+    ).passed
+
+
+@pytest.mark.parametrize("name", [LAYERNORM, SUM])
+def test_one_pass_variance_fails_on_a_large_mean(name: str) -> None:
+    operator = operator_for(name)
+    tensors = random_tensors(operator, 0, kind="large_mean")
+    wrong = compute(operator, tensors, replaced(Normalize=one_pass_norm))
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+@pytest.mark.parametrize("name", [LAYERNORM, SUM])
+def test_a_missing_eps_fails_on_constant_rows(name: str) -> None:
+    operator = operator_for(name)
+    tensors = random_tensors(operator, 0, kind="constant")
+    wrong = compute(operator, tensors, replaced(Normalize=no_eps_norm))
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+def test_tf32_passes_where_it_is_asked_for() -> None:
+    problem = load_problem(LAYERNORM)
+    operator = bind_arguments(
+        problem, sort_arguments(problem, {**SIZES, "scaling_factor": 1.0}), precision="tf32"
+    )
+    tensors = random_tensors(operator, 0)
+    wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
+    assert verify_result(operator, tensors, wrong).passed
+    coarser = compute(
+        operator,
+        tensors,
+        replaced(ConvTranspose3d=lambda step, x, w: honest_conv(step, x, np.round(w * 32) / np.float32(32))),
+    )
+    assert not verify_result(operator, tensors, coarser).passed
+
+
+def test_half_precision_summed_in_half_precision_fails() -> None:
+    operator = operator_for(CONV, "float16", in_channels=64)
+    tensors = random_tensors(operator, 0)
+    assert verify_result(operator, tensors, compute(operator, tensors)).passed
+    wrong = compute(operator, tensors, replaced(ConvTranspose3d=half_conv))
+    assert not verify_result(operator, tensors, wrong).passed
+
+
+def test_a_single_product_is_not_rounded_to_tf32() -> None:
+    operator = conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1))
+    tensors = {
+        "x": np.full((1, 1, 1, 1, 1), 1 + 2.0**-12, np.float32),
+        "w": np.ones((1, 1, 1, 1, 1), np.float32),
+    }
+    assert verify_result(operator, tensors, tensors["x"]).passed
+    assert not verify_result(operator, tensors, tensors["w"]).passed
+
+
+def test_flushed_denormals_pass() -> None:
+    operator = conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1))
+    tensors = {name: np.ones((1, 1, 1, 1, 1), np.float32) for name in ("x", "w")}
+    tensors["x"] *= np.float32(1e-40)
+    for result in (tensors["x"], np.zeros_like(tensors["x"])):
+        assert verify_result(operator, tensors, result).passed
+    assert not verify_result(operator, tensors, np.full_like(tensors["x"], 1e-37)).passed
+
+
+def test_wrong_shapes_and_dtypes_of_results() -> None:
+    operator = operator_for(CONV)
+    tensors = random_tensors(operator, 0)
+    honest = compute(operator, tensors)
+    assert str(operator.output_shape) in verify_result(operator, tensors, honest[:1]).reason
+    assert "float64" in verify_result(operator, tensors, reference(operator, tensors)).reason
+
+
+def test_an_empty_batch_passes() -> None:
+    operator = operator_for(LAYERNORM, batch_size=0)
+    tensors = random_tensors(operator, 0)
+    assert verify_result(operator, tensors, np.empty(operator.output_shape, np.float32)).passed
