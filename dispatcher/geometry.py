@@ -21,6 +21,10 @@ from dispatcher.errors import GeometryError
 
 SPATIAL_AXES = ("depth", "height", "width")
 
+#: The largest stride and kernel on an axis: it has a phase for each step of its stride and a tap for each element
+#: of its kernel, and there are tables of both.
+MAX_PHASES = MAX_TAPS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Tap:
@@ -60,6 +64,10 @@ class AxisGeometry:
             value = getattr(self, field)
             if value < least:
                 raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {least} or more")
+        for field, most in (("stride", MAX_PHASES), ("kernel", MAX_TAPS)):
+            value = getattr(self, field)
+            if value > most:
+                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {most} or less")
         if self.output_padding < 0:
             raise GeometryError(
                 f"output_padding on axis {self.name} is {self.output_padding}; it must be 0 or more"
@@ -90,18 +98,24 @@ class AxisGeometry:
     @cached_property
     def phases(self) -> tuple[AxisPhase, ...]:
         """The ``stride`` phases, by residue. A phase may have no taps (a hole) or no outputs."""
-        result = []
-        for residue in range(self.stride):
-            reach = residue + self.padding
-            taps = [
-                Tap(k, (reach - k * self.dilation) // self.stride)
-                for k in range(self.kernel)
-                if (reach - k * self.dilation) % self.stride == 0
-            ]
-            taps.sort(key=lambda tap: tap.offset)
-            count = max(0, -(-(self.output - residue) // self.stride))
-            result.append(AxisPhase(residue, count, tuple(taps)))
-        return tuple(result)
+        return tuple(
+            AxisPhase(residue, max(0, -(-(self.output - residue) // self.stride)), self._taps.get(residue, ()))
+            for residue in range(self.stride)
+        )
+
+    @cached_property
+    def _taps(self) -> dict[int, tuple[Tap, ...]]:
+        """The taps of each phase that has any, by residue, ordered by offset."""
+        taps: dict[int, list[Tap]] = {}
+        for k in reversed(range(self.kernel)):  # the offset falls as the position grows
+            offset, residue = divmod(k * self.dilation - self.padding, self.stride)
+            taps.setdefault(residue, []).append(Tap(k, -offset))
+        return {residue: tuple(found) for residue, found in taps.items()}
+
+    @property
+    def most_taps(self) -> int:
+        """Taps of the phase that has most of them."""
+        return max(map(len, self._taps.values()))
 
     @cached_property
     def positions(self) -> int:
@@ -110,9 +124,9 @@ class AxisGeometry:
 
     @cached_property
     def offset_range(self) -> tuple[int, int]:
-        """Smallest and largest tap offset over all phases; ``(0, 0)`` when no phase has a tap."""
-        offsets = [tap.offset for phase in self.phases for tap in phase.taps]
-        return (min(offsets), max(offsets)) if offsets else (0, 0)
+        """Smallest and largest tap offset over all phases."""
+        offsets = [tap.offset for taps in self._taps.values() for tap in taps]
+        return min(offsets), max(offsets)
 
 
 @dataclass(frozen=True)
@@ -184,5 +198,4 @@ class ConvGeometry:
     @property
     def longest_sum(self) -> int:
         """The most products that any output voxel adds up (the GEMM's K of the largest phase)."""
-        taps = (max(len(phase.taps) for phase in axis.phases) for axis in self.axes)
-        return self.in_channels // self.groups * math.prod(taps)
+        return self.in_channels // self.groups * math.prod(axis.most_taps for axis in self.axes)

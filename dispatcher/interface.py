@@ -47,12 +47,36 @@ class Device:
 
 @dataclass
 class Timings:
-    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on its clock."""
+    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on its clock.
+
+    ``parts`` are (device or empty, start on ``time.perf_counter``, timings) of a call that ran in parts; the
+    dispatcher fills it in, backends leave it alone.
+    """
 
     upload_s: float = 0.0
     kernel_s: float = 0.0
     download_s: float = 0.0
     launches: list[tuple[str, float]] = field(default_factory=list)
+    parts: list[tuple[str, float, Timings]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that ``dispatcher doctor`` looked at.
+
+    Attributes:
+        topic: what it belongs to, such as ``opencl``.
+        subject: what was looked for.
+        verdict: ``ok``; ``note`` for what may be meant so; ``problem`` for what keeps something from working.
+        detail: what was found.
+        remedy: the command or the step that would mend it; empty where there is nothing to mend.
+    """
+
+    topic: str
+    subject: str
+    verdict: Literal["ok", "note", "problem"]
+    detail: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

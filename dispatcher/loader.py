@@ -34,22 +34,31 @@ MAX_FILE_BYTES = 256 * 1024
 MAX_DEPTH = 16  # lists and mappings inside each other
 MAX_NODES = 10_000  # keys, scalars, lists and mappings; an alias counts as much as what it stands for
 
-#: Names that no parameter may have: arguments of the Python interface, and short-hands for three sizes.
-RESERVED_NAMES = frozenset(
+#: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
+INTERFACE_NAMES = frozenset(
     (
         "case",
+        "check",
         "device",
-        "dilation",
-        "kernel_size",
+        "devices",
+        "dtype",
+        "kind",
         "options",
-        "output_padding",
-        "padding",
         "precision",
         "problem",
+        "problems",
+        "progress",
+        "repeats",
         "seed",
-        "stride",
+        "self",
+        "trace",
+        "warmup",
     )
 )
+#: Short-hands for three sizes.
+SHORTHAND_NAMES = frozenset(("dilation", "kernel_size", "output_padding", "padding", "stride"))
+#: Names that no parameter may have. ``output`` is the result's alone.
+RESERVED_NAMES = INTERFACE_NAMES | SHORTHAND_NAMES
 
 KeyPath = tuple[str | int, ...]
 #: Gives the line of a key path, such as ``("parameters", 2, "type")``, or of the nearest thing around it.

@@ -2,10 +2,12 @@
 
 A device request is ``auto``, a backend (``opencl``: its first available device), ``backend:index``,
 ``backend:fragment`` (part of the device's name, case-blind), or several of these with commas, in order of
-preference. Without one the environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs
-before CPUs before the reference, and among equals in the order of :data:`dispatcher.registry.BACKENDS`.
+preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the environment
+variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the reference, among these
+in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by measured speed.
 
-A device that is named alone never falls back. ``auto`` and comma lists move on when a device is missing,
+Before this process opens a device, a child process tries it out (see :mod:`dispatcher.selftest`); one that does not
+survive that counts as unavailable. A device that is named alone never falls back. ``auto`` and comma lists move on when a device is missing,
 cannot run the operator, or fails to build or run it. Every device passed over is recorded with its reason,
 and a failure is a :class:`FallbackWarning` too. Backends are imported and probed only when a request reaches
 them.
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dispatcher import registry
+from dispatcher import registry, selftest
 from dispatcher.errors import (
     BuildError,
     DeviceError,
@@ -31,9 +33,14 @@ from dispatcher.errors import (
     KernelError,
 )
 from dispatcher.interface import Backend, Device, Executable
+from dispatcher.joining import JoinedDevice, backend_of, join
 from dispatcher.operator import Operator
+from dispatcher.splitting import compile_within_memory
 
 ENVIRONMENT = "DISPATCHER_DEVICE"
+
+#: Before the colon of a request for every device of a backend.
+ALL_OF = "all-of"
 
 #: The kinds of device in the order in which ``auto`` tries them.
 AUTO_KINDS = ("gpu", "cpu", "unknown", "reference")
@@ -41,6 +48,24 @@ AUTO_KINDS = ("gpu", "cpu", "unknown", "reference")
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _probed: dict[tuple[str, str], tuple[Device, ...]] = {}
+_tested: dict[tuple[str, int], Device] = {}
+_forked_with: dict[str, str] = {}  # backends that a parent process had opened: no driver survives a fork
+
+
+def _after_fork() -> None:
+    """In a child that was made by fork: the parent's threads are gone, and with them what they were doing."""
+    global _lock  # noqa: PLW0603 (a thread that is gone may hold it)
+    _lock = threading.RLock()
+    for name, module in _probed:
+        if any(device.available and device.kind != "reference" for device in _probed[name, module]):
+            _forked_with[name] = (
+                f"this process was forked from one that had looked at {name} devices, and drivers do not survive "
+                "that; start it with the multiprocessing method 'spawn', or fork before the first use"
+            )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class FallbackWarning(RuntimeWarning):
@@ -55,12 +80,14 @@ class Request:
         text: as written.
         origin: ``device``, or the name of the environment variable it comes from; for messages.
         terms: (backend, selector) pairs; the selector is an index, a name fragment or empty, and the backend
-            may be ``auto``.
+            may be ``auto``, or ``all-of`` with a backend as the selector.
+        members: the devices to use as one, as such pairs, where the only term is ``all-of`` without a selector.
     """
 
     text: str
     origin: str
     terms: tuple[tuple[str, str], ...]
+    members: tuple[tuple[str, str], ...] = ()
 
     @property
     def named(self) -> bool:
@@ -95,28 +122,72 @@ class Choice:
 
 
 # ---- what there is -----------------------------------------------------------------------------------------
-def devices() -> list[Device]:
-    """Every device of every backend, usable or not, in the order of the backends."""
+def devices(*, retest: bool = False) -> list[Device]:
+    """Every device of every backend, usable or not, in the order of the backends.
+
+    Args:
+        retest: look for them and try them out again, whatever is known from earlier.
+    """
+    if retest:
+        with _lock:
+            _probed.clear()
+            _tested.clear()
+            for name in registry.BACKENDS:
+                for device in _listed(name, retest):
+                    tested(device, retest)
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
 
 
 def backend_devices(name: str) -> tuple[Device, ...]:
-    """The devices of one backend, probed once in a process.
+    """The devices of one backend, looked for and tried out once in a process.
 
     A backend that cannot be imported or probed is one unavailable device that holds the reason.
     """
+    return tuple(tested(device) for device in _listed(name))
+
+
+def _listed(name: str, retest: bool = False) -> tuple[Device, ...]:
+    """The devices of one backend, not tried out yet."""
     key = (name, registry.BACKENDS[name])
     with _lock:
+        if name in _forked_with:
+            return (_unavailable(name, _forked_with[name]),)
         if key not in _probed:
-            _probed[key] = _probe(name)
+            _probed[key] = _probe(name, retest)
         return _probed[key]
 
 
-def _probe(name: str) -> tuple[Device, ...]:
+def tested(device: Device, retest: bool = False) -> Device:
+    """``device`` with what its self-test found; unavailable when it does not survive one."""
+    if not device.available or device.kind == "reference":
+        return device
+    module = registry.BACKENDS[device.backend]
+    with _lock:
+        known = _tested.get((module, device.index))
+        if known is None:
+            known = selftest.apply(device, selftest.try_device(device, module, again=retest))
+            _tested[module, device.index] = known
+        return known
+
+
+def _probe(name: str, retest: bool) -> tuple[Device, ...]:
+    module = registry.BACKENDS[name]
     try:
         backend = registry.backend(name)
+        footprint = getattr(backend, "footprint", None)
+        listing = None if footprint is None else selftest.try_listing(module, footprint(), again=retest)
+    except InputError:
+        raise
     except Exception as error:  # a broken driver library may raise anything while it is imported
         return (_unavailable(name, f"the {name} backend cannot be imported: {describe(error)}"),)
+    if listing is not None and listing.outcome in selftest.BARRED:
+        return (
+            _unavailable(
+                name,
+                f"looking for {name} devices {listing.reason} in a child process; `dispatcher doctor` shows what "
+                f"is installed, `dispatcher devices --retest` tries again",
+            ),
+        )
     try:
         found = tuple(backend.probe())
     except Exception as error:
@@ -138,16 +209,25 @@ def describe(error: BaseException) -> str:
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
-def parse_request(device: str | Device | None) -> Request:
+def parse_request(
+    device: str | Device | None, together: Sequence[str | Device] | None = None
+) -> Request:
     """Parse a device request; looks at no device.
 
     Args:
         device: a request, a device out of :func:`devices`, or None for the environment's or ``auto``.
+        together: several devices to use as one, instead of ``device``.
 
     Raises:
-        InputError: it is not a text.
+        InputError: it is not a text, or both are given.
         DeviceError: it does not follow the grammar or names a backend that does not exist.
     """
+    if isinstance(device, JoinedDevice):
+        device, together = None, device.members
+    if together is not None:
+        if device is not None:
+            raise InputError(f"device is {device!r} and devices {together!r}; give one of them")
+        return _parse_together(together)
     origin = "device"
     if isinstance(device, Device):
         device = device.id
@@ -160,21 +240,39 @@ def parse_request(device: str | Device | None) -> Request:
     return Request(device, origin, tuple(_parse_term(device, origin, term) for term in device.split(",")))
 
 
+def _parse_together(together: Sequence[str | Device]) -> Request:
+    """The request for several devices used as one."""
+    if isinstance(together, str) or not isinstance(together, Sequence) or not together:
+        raise InputError(f"devices is {together!r}; expected a list such as ['opencl:0', 'opencl:1']")
+    texts = [each.id if isinstance(each, Device) else each for each in together]
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(f"devices holds {text!r}; expected texts such as 'opencl:0'")
+    members = tuple(_parse_term(text, "devices", text) for text in texts)
+    if any(name in ("auto", ALL_OF) for name, _ in members):
+        raise DeviceError(f"devices is {texts}; expected names of single devices, such as 'opencl:0'")
+    return Request("+".join(texts), "devices", ((ALL_OF, ""),), members)
+
+
 def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
     name, colon, selector = (part.strip() for part in term.partition(":"))
     name = name.lower()
+    if name == ALL_OF and selector.lower() in registry.BACKENDS:
+        return name, selector.lower()
     if (name == "auto" and not colon) or (name in registry.BACKENDS and bool(colon) == bool(selector)):
         return name, selector
     if name in registry.BACKENDS:
         wrong = f"nothing follows {name}:"
     elif name == "auto":
         wrong = "auto takes no index or name"
+    elif name == ALL_OF:
+        wrong = f"{ALL_OF}: wants the name of a backend"
     else:
         wrong = f"there is no backend {name!r}" if name else "a name is missing"
     backends = ", ".join(registry.BACKENDS)
     raise DeviceError(
         f"{origin} is {text!r}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, or several of these with commas"
+        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
     )
 
 
@@ -190,7 +288,11 @@ def candidates(request: Request) -> Iterator[Candidate]:
             continue
         label = f"{backend}:{selector}" if selector else backend
         try:
-            device = _find(backend, selector)
+            if backend == ALL_OF:
+                device, missing = _find_together(request, selector)
+                yield from missing
+            else:
+                device = _find(backend, selector)
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
@@ -203,14 +305,30 @@ def _auto_candidates() -> Iterator[Candidate]:
     reported: set[str] = set()
     for kind in AUTO_KINDS:
         for name in registry.BACKENDS:
-            found = backend_devices(name)
-            for device in found:
+            found = _listed(name)
+            tried = [tested(device) if device.kind == kind else device for device in found]
+            for device in tried:
                 label = name if len(found) == 1 else device.id
-                if device.available and device.kind == kind:
-                    yield Candidate(device.id, device)
-                elif not device.available and label not in reported:
+                if not device.available and label not in reported:
                     reported.add(label)
                     yield Candidate(label, None, device.reason or "it is not available")
+            usable = [device for device in tried if device.available and device.kind == kind]
+            for device in sorted(usable, key=selftest.speed, reverse=True):
+                yield Candidate(device.id, device)
+
+
+def _find_together(request: Request, backend: str) -> tuple[Device, list[Candidate]]:
+    """The devices of a request as one device, and those of a backend that are not usable.
+
+    Raises:
+        DeviceError: a device that was named is not there or not usable, or a backend has none.
+    """
+    if request.members:
+        return join(request.text, [_find(name, selector) for name, selector in request.members]), []
+    found = backend_devices(backend)
+    _find(backend, "")
+    missing = [Candidate(device.id, None, device.reason or "") for device in found if not device.available]
+    return join(f"{ALL_OF}:{backend}", [device for device in found if device.available]), missing
 
 
 def _find(backend: str, selector: str) -> Device:
@@ -219,14 +337,14 @@ def _find(backend: str, selector: str) -> Device:
     Raises:
         DeviceError: there is none, it is not usable, or there are several.
     """
-    found = backend_devices(backend)
-    usable = [device for device in found if device.available]
-    if not usable:
-        raise DeviceError(
-            "; ".join(dict.fromkeys(device.reason or "it is not available" for device in found))
-        )
-    if not selector:
-        return usable[0]
+    found = _listed(backend)
+    listed = [device for device in found if device.available]
+    if not selector or not listed:
+        for device in listed:
+            if tested(device).available:
+                return tested(device)
+        reasons = [tested(device).reason or "it is not available" for device in found]
+        raise DeviceError("; ".join(dict.fromkeys(reasons)))
     if selector.isdecimal():
         matches = [device for device in found if device.index == int(selector)]
         if not matches:
@@ -243,9 +361,10 @@ def _find(backend: str, selector: str) -> Device:
             raise DeviceError(
                 f"{selector!r} is in the name of {len(matches)} devices: {_names(matches)}; name one"
             )
-    if not matches[0].available:
-        raise DeviceError(matches[0].reason or f"{matches[0].id} is not available")
-    return matches[0]
+    match = tested(matches[0])
+    if not match.available:
+        raise DeviceError(f"{match.id} ({match.name}) is not usable: {match.reason}")
+    return match
 
 
 def _names(found: Sequence[Device]) -> str:
@@ -300,11 +419,13 @@ def choose(
             continue
         if any(label == device.id for label, _ in skipped):  # a comma list may reach a device twice
             continue
-        backend = registry.backend(device.backend)
+        backend = backend_of(device)
         try:
             reason = backend.supports(operator, device)
             if reason is None:
-                executable = None if operator.empty else backend.compile(operator, device, options)
+                executable = (
+                    None if operator.empty else compile_within_memory(backend, operator, device, options)
+                )
                 _log.info("%s runs on %s (%s)", operator.problem.name, device.id, device.name)
                 return Choice(device, backend, executable, tuple(skipped))
         except InputError:

@@ -297,12 +297,13 @@ class _Rules:
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
-        squares = np.maximum(squares, np.square(y) / terms)
-        error: Array = unit * np.sqrt(np.square(y) + squares)
+        y_squared = np.square(y)
+        squares = np.maximum(squares, y_squared / terms)
+        error: Array = unit * np.sqrt(y_squared + squares)
         # The more the terms resemble each other, the more do their rounding errors; for equal terms, this is
         # half of the worst case.
-        alike = np.divide(np.abs(y) ** 3, squares, out=np.zeros_like(y), where=squares > 0.0)
-        error += self.arithmetic.roundoff / 2.0 * alike
+        alike = np.divide(y_squared, squares, out=np.zeros_like(y), where=squares > 0.0)
+        error += self.arithmetic.roundoff / 2.0 * alike * np.abs(y)
         if weight.error.any():
             error += 2.0 * np.sqrt(self.squares(step, np.square(x.value), weight.error))
         for term in bias:

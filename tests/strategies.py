@@ -47,12 +47,14 @@ class Place:
         algorithm: the value of the backend's option of that name; None where the backend has no choice.
         missing: why the device is not usable; empty when it is.
         slow: True when the device's compiler takes seconds for a kernel.
+        main: True for the first algorithm of the device.
     """
 
     device: str
     algorithm: str | None = None
     missing: str = ""
     slow: bool = False
+    main: bool = True
 
     @property
     def backend(self) -> str:
@@ -104,7 +106,10 @@ def all_places() -> list[Place]:
             result.append(Place(device.id, missing=device.reason or "it is not available"))
             continue
         slow = device.backend == "cuda" or "intel" in device.name.lower()
-        result += [Place(device.id, algorithm, slow=slow) for algorithm in algorithms(device.backend)]
+        result += [
+            Place(device.id, algorithm, slow=slow, main=number == 0)
+            for number, algorithm in enumerate(algorithms(device.backend))
+        ]
     return result
 
 
@@ -124,9 +129,13 @@ every_brisk_place = pytest.mark.parametrize("place", BRISK, ids=str)
 
 
 def thorough(examples: int) -> settings:
-    """The same ``examples`` in every run, however long each one takes."""
+    """Settings for so many examples, the same ones in every run, however long each takes.
+
+    The environment variable ``DISPATCHER_TEST_EXAMPLES`` is a factor on their number.
+    """
+    factor = float(os.environ.get("DISPATCHER_TEST_EXAMPLES", "1"))
     return settings(
-        max_examples=examples,
+        max_examples=max(1, round(factor * examples)),
         derandomize=True,
         deadline=None,
         database=None,

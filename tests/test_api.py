@@ -18,6 +18,7 @@ from dispatcher import compiled as compiled_module
 from dispatcher.errors import (
     DeviceError,
     DeviceMemoryError,
+    GeometryError,
     InputError,
     KernelError,
     VerificationError,
@@ -374,8 +375,10 @@ def test_explain_with_a_huge_stride_ends(fake: FakeBackend) -> None:
     arguments = {"batch_size": 1, "in_channels": 1, "out_channels": 1, "depth": 2, "height": 2, "width": 2}
     explanation = dispatcher.explain(CONV, **arguments, kernel_size=1, stride=1099)
     assert len(explanation.convolutions[0].phase_groups) <= 8
-    explanation = dispatcher.explain(CONV, **arguments, kernel_size=1, stride=(1, 1, 10**9))
+    explanation = dispatcher.explain(CONV, **arguments, kernel_size=1, stride=(1, 1, 2**16))
     assert explanation.convolutions[0].phase_groups == ()
+    with pytest.raises(GeometryError, match="stride on axis width is 1000000000; it must be 65536 or less"):
+        dispatcher.explain(CONV, **arguments, kernel_size=1, stride=(1, 1, 10**9))
 
 
 def test_verify_is_a_table_of_problems_and_devices() -> None:

@@ -40,8 +40,7 @@ def close(result: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
 
 
-# ---- arrays on the device
-# ------------------------------------------------------------------------------------
+# ---- arrays on the device ----------------------------------------------------------------------------------
 @pytest.fixture
 def tensors() -> dict[str, np.ndarray]:
     device()
@@ -143,8 +142,7 @@ def test_weights_are_packed_when_their_bytes_change(tensors: dict[str, np.ndarra
     assert packs(run, {**tensors, "w": there}) and packs(run, {**tensors, "w": there})
 
 
-# ---- threads, failures, memory
-# -------------------------------------------------------------------------------
+# ---- threads, failures, memory -----------------------------------------------------------------------------
 def test_threads_with_weights_of_their_own() -> None:
     device()
     run = compiled(SMALL)
@@ -244,8 +242,7 @@ def test_a_tile_of_choice(tensors: dict[str, np.ndarray]) -> None:
     assert [launch.name for launch in compiled(SMALL, tile=(5, 5, 5)).launches] == ["conv_fma"]
 
 
-# ---- the compiler and its cache
-# --------------------------------------------------------------------------------
+# ---- the compiler and its cache ----------------------------------------------------------------------------
 def script(path: Path, body: str) -> Path:
     """An executable shell script."""
     path.write_text(f"#!/bin/sh\n{body}\n")

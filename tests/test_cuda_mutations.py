@@ -116,8 +116,8 @@ MUTANTS = {
     ),
     "halo maximum from zero": Mutant(
         "conv_halo.cu",
-        "total = q == 0 ? acc[m][n][i] :",
-        "total = q == 0 ? max_nan(acc[m][n][i], 0.f) :",
+        "total = q == 0              ? acc[m][n][i]",
+        "total = q == 0              ? max_nan(acc[m][n][i], 0.f)",
         "pool",
     ),
     "halo maximum drops NaN": Mutant(
@@ -131,7 +131,7 @@ MUTANTS = {
         "conv_halo.cu", "mma_tf32(acc[m][2 * pair + e], a_small[m], b[e]);", ";"
     ),
     "halo infinities split": Mutant(
-        "conv_halo.cu", "if (!is_finite(value) && c < channels) value", "if (false) value", "conv", "one_inf"
+        "conv_halo.cu", "if (!is_finite(value) && c < channels)", "if (false)", "conv", "one_inf"
     ),
     "fma infinities meet the halo": Mutant(
         "conv_fma.cu", "if (!is_finite(acc[i][j])) acc", "if (false) acc", "conv", "inf_weight"

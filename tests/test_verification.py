@@ -317,7 +317,7 @@ def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
     for channel in range(128):  # as slowly as sums can be taken
         for tap in np.ndindex(3, 3, 3):
             single = np.zeros_like(tensors["w"])
-            single[channel, :, *tap] = value
+            single[(channel, slice(None), *tap)] = value
             result += compute(operator, {**tensors, "w": single})
     found = verify_result(operator, tensors, result)
     assert found.passed and found.max_error_over_bound > 0.05, found.reason

@@ -28,6 +28,7 @@ from backends.cuda import toolkit
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
 
 _ALIGNMENT = 256
+_PLAIN_SHARED_BYTES = 48 * 1024  # more has to be asked for
 _EVENT_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
@@ -113,48 +114,48 @@ class Context:
             self._lost = f"{kernels}: {error}"
         return KernelError(f"{kernels} failed on {self.name}: {error}")
 
-    # ---- kernels
-    # -----------------------------------------------------------------------------------------------
+    # ---- kernels -------------------------------------------------------------------------------------------
     def function(
         self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit
     ) -> Any:
-        """The kernel ``name`` of a compiled file, ready to launch with ``shared_bytes`` of dynamic shared
-        memory.
+        """The kernel ``name`` of a compiled file, ready for ``shared_bytes`` of dynamic shared memory.
 
         Raises:
             BuildError: the compiler refused it.
             KernelError: the driver refused it.
         """
-        with self._lock, self.active():
-            module = self._modules.get(kernel)
-            if module is None:
-                module = self._modules[kernel] = self._load(kernel, compiler)
+        module = self.module(kernel, compiler)
+        with self.active():
             try:
                 function = module.get_function(name)
-                if shared_bytes > 48 * 1024:
+                if shared_bytes > _PLAIN_SHARED_BYTES:
                     attribute = self.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
                     function.set_attribute(attribute, shared_bytes)
             except self.driver.Error as error:
                 raise KernelError(f"kernel {name} cannot be prepared on {self.name}: {error}") from error
             return function
 
-    def _load(self, kernel: toolkit.Kernel, compiler: toolkit.Toolkit) -> Any:
+    def module(self, kernel: toolkit.Kernel, compiler: toolkit.Toolkit) -> Any:
+        """A compiled and loaded kernel file; several threads may compile different ones at the same time."""
+        with self._lock:
+            if kernel in self._modules:
+                return self._modules[kernel]
         image = toolkit.cubin(kernel, self.architecture, compiler, self.name)
-        try:
-            return self.driver.module_from_buffer(image)
-        except (
-            self.driver.Error,
-            ValueError,
-        ):  # it is no cubin at all, whatever its digest: make it again, once
-            # (PyCUDA raises a ValueError where the driver's log is not text.)
-            image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
-        try:
-            return self.driver.module_from_buffer(image)
-        except self.driver.Error as error:
-            raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
+        with self.active():
+            try:
+                loaded = self.driver.module_from_buffer(image)
+            except (self.driver.Error, ValueError):
+                # It is no cubin, whatever its digest (PyCUDA raises a ValueError where the driver's log
+                # is not text): make it again, once.
+                image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
+                try:
+                    loaded = self.driver.module_from_buffer(image)
+                except self.driver.Error as error:
+                    raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
+        with self._lock:
+            return self._modules.setdefault(kernel, loaded)
 
-    # ---- streams
-    # -----------------------------------------------------------------------------------------------
+    # ---- streams -------------------------------------------------------------------------------------------
     @contextmanager
     def stream(self) -> Iterator[Any]:
         """A stream that nobody else uses meanwhile; it waits for the legacy default stream. Use while
@@ -180,8 +181,7 @@ class Context:
         if status != 0:
             raise InputError(f"stream is {handle}; the driver cannot wait for it (error {status})")
 
-    # ---- memory
-    # ------------------------------------------------------------------------------------------------
+    # ---- memory --------------------------------------------------------------------------------------------
     def allocate(self, sizes: Sequence[int]) -> list[Any]:
         """Blocks of at least the given bytes, reused where possible; all or none. Use while active.
 

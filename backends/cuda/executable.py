@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from dispatcher.errors import InputError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
 
 _VECTOR_BYTES = 16
+_COMPILERS = 4  # compilations at the same time
 
 
 @dataclass
@@ -41,8 +43,11 @@ class CudaExecutable:
         self._lock = threading.Lock()
         self._packed: dict[int, _Packed] = {}
         self._tables: list[Any] = []
+        launches = [*program.launches, *(packed.launch for packed in program.packed)]
+        kernels = list(dict.fromkeys(launch.kernel for launch in launches))
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            list(pool.map(lambda kernel: context.module(kernel, compiler), kernels))
         with context.active():
-            launches = [*program.launches, *(packed.launch for packed in program.packed)]
             self._functions = {
                 launch.kernel: context.function(launch.kernel, launch.name, launch.shared_bytes, compiler)
                 for launch in launches
@@ -85,8 +90,7 @@ class CudaExecutable:
             return DeviceArray(self._context, operator.output_shape, np.dtype(operator.dtype), None, 0)
         return np.empty(operator.output_shape, operator.dtype)
 
-    # ---- weights
-    # -----------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
     @contextmanager
     def _packed_weights(self, call: _Call, number: int, weight: np.ndarray) -> Iterator[int]:
         """Address of the packed form of host tensor ``weight``, made again only when its bytes changed."""
@@ -169,8 +173,7 @@ class _Call:
         self.driver.memcpy_htod_async(address, array, self.stream)
         return address
 
-    # ---- launches
-    # ----------------------------------------------------------------------------------------------
+    # ---- launches ------------------------------------------------------------------------------------------
     def launch(self, launch: Launch, addresses: Mapping[Reference, int]) -> None:
         parameters = launch.parameters.copy()
         for path, reference in launch.pointers:
@@ -213,8 +216,7 @@ class _Call:
             Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)
         }
 
-    # ---- the whole
-    # -----------------------------------------------------------------------------------------------
+    # ---- the whole -----------------------------------------------------------------------------------------
     def run(self, tensors: Tensors, output: Any, on_device: bool) -> Any:
         operator, program = self.program.operator, self.program
         dtype = np.dtype(operator.dtype)
@@ -304,8 +306,7 @@ class _Call:
             raise self.context.failure(f"kernel {names}", error) from error
         return result
 
-    # ---- arrays that live on the device
-    # --------------------------------------------------------------------------
+    # ---- arrays that live on the device --------------------------------------------------------------------
     def _check(self, name: str, interface: Mapping[str, Any], shape: tuple[int, ...]) -> int:
         """Address of an array that must have ``shape`` and the operator's dtype, and be on this device."""
         dtype = np.dtype(self.program.operator.dtype)

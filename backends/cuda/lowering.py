@@ -62,23 +62,24 @@ _POOL = np.dtype(
 _AXES = np.dtype([("extent", "i8", 6), ("stride", "i8", 6), ("rank", "i4"), ("pad", "i4")], align=True)
 _ROWS = np.dtype(
     [("x", "u8"), ("y", "u8"), ("weight", "u8"), ("bias", "u8"), ("row", _AXES), ("item", _AXES),
-     ("rows", "i8"), ("items", "i8"), ("channel_stride", "i8"), ("eps", "f8"), ("channels", "i4"), ("function", "i4")],
+     ("rows", "i8"), ("items", "i8"), ("channel_stride", "i8"), ("eps", "f8"), ("channels", "i4"),
+     ("function", "i4")],
     align=True,
 )  # fmt: skip
 _CONV = np.dtype(
     [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("phases", "u8"), ("slots", "u8"),
-     ("terms", "u8"), ("voxels", "i8"), ("tiles", "i8"), ("first_chain", "u8"), ("second_chain", "u8"), ("phase_count", "i8"),
-     ("groups", "i4"), ("in_channels", "i4"), ("out_channels", "i4"), ("padded_channels", "i4"),
-     ("channel_tiles", "i4"), ("term_count", "i4"), ("in", "i4", 3), ("positions", "i4", 3), ("out", "i4", 3),
-     ("stride", "i4", 3), ("residues", "i4", 3), ("axis_slots", "i4", 3), ("fold_maximum", "i4"),
-     ("channel_sum", "i4"), *_STAGES],
+     ("terms", "u8"), ("voxels", "i8"), ("tiles", "i8"), ("first_chain", "u8"), ("second_chain", "u8"),
+     ("phase_count", "i8"), ("groups", "i4"), ("in_channels", "i4"), ("out_channels", "i4"),
+     ("padded_channels", "i4"), ("channel_tiles", "i4"), ("term_count", "i4"), ("in", "i4", 3),
+     ("positions", "i4", 3), ("out", "i4", 3), ("stride", "i4", 3), ("residues", "i4", 3),
+     ("axis_slots", "i4", 3), ("fold_maximum", "i4"), ("channel_sum", "i4"), *_STAGES],
     align=True,
 )  # fmt: skip
 _HALO = np.dtype(
     [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"),
-     ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"), ("out_channels", "i4"),
-     ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3), ("stride", "i4", 3),
-     ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
+     ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"),
+     ("out_channels", "i4"), ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
+     ("stride", "i4", 3), ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
     align=True,
 )  # fmt: skip
 _ROW_FUNCTIONS = {"normalize": 0, "softmax": 1, "sum": 2, "mean": 3, "max": 4, "log_sum_exp": 5}
@@ -291,8 +292,7 @@ class _Lowering:
             else:
                 self.convolution(segment)
 
-    # ---- shared parts
-    # ------------------------------------------------------------------------------------------
+    # ---- shared parts --------------------------------------------------------------------------------------
     def defines(
         self, parameters: np.dtype[Any], source: int | None, result: int | None
     ) -> dict[str, int | str]:
@@ -361,8 +361,7 @@ class _Lowering:
                         )
         return pointers
 
-    # ---- convolutions
-    # ------------------------------------------------------------------------------------------
+    # ---- convolutions --------------------------------------------------------------------------------------
     def convolution(self, segment: Segment) -> None:
         assert segment.convolution is not None
         convolution = self.operator.steps[segment.convolution]
@@ -499,8 +498,7 @@ class _Lowering:
         steps = tuple(step.op for step in self.operator.steps[segment.first : segment.last + 1])
         self.program.planned.append(PlannedLaunch(name, steps, algorithm, detail, segment.note))
 
-    # ---- steps of their own
-    # ------------------------------------------------------------------------------------
+    # ---- steps of their own --------------------------------------------------------------------------------
     def single(self, segment: Segment) -> None:
         step = self.operator.steps[segment.first]
         result = segment.first + 1

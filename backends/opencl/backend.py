@@ -21,6 +21,7 @@ class OpenClBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._found: Sequence[Any] = ()
         self._runtimes: dict[int, Any] = {}
 
     def probe(self) -> Sequence[Device]:
@@ -39,20 +40,18 @@ class OpenClBackend:
                 self._missing(f"no OpenCL platform: {_line(error)}; pip install 'kernel-dispatcher[cpu]'")
             ]
         if not found:
-            return [self._missing("OpenCL platforms were found, but none has a device")]
-        devices = []
-        for index, each in enumerate(found):
-            reason = None
-            try:
-                self._open(index, each)
-            except Exception as error:
-                reason = f"the device cannot be opened: {_line(error)}"
-            devices.append(
-                Device(
-                    self.name, index, each.name, cast(Any, each.kind), reason is None, reason, each.details
-                )
-            )
-        return devices
+            return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
+        self._found = found
+        return [
+            Device(self.name, index, each.name, cast(Any, each.kind), facts=each.details)
+            for index, each in enumerate(found)
+        ]
+
+    def footprint(self) -> str:
+        """What looking for devices loads: it is tried in another process whenever this changes."""
+        from backends.opencl.icd import footprint
+
+        return footprint()
 
     def supports(self, operator: Operator, device: Device) -> str | None:
         if operator.precision != "fp32":
@@ -75,24 +74,33 @@ class OpenClBackend:
             algorithm = "tiled"
         return OpenClExecutable(runtime, operator, algorithm)
 
-    def _open(self, index: int, found: Any) -> Any:
+    def _runtime(self, device: Device) -> Any:
+        """The opened device; opened when it is first needed."""
         from backends.opencl.runtime import OpenClRuntime
 
         with self._lock:
-            if index not in self._runtimes:
-                self._runtimes[index] = OpenClRuntime(found.platform, found.device)
-            return self._runtimes[index]
-
-    def _runtime(self, device: Device) -> Any:
-        if device.index not in self._runtimes:
-            self.probe()
-        runtime = self._runtimes.get(device.index)
-        if runtime is None:
-            raise DeviceError(f"{device.id} is not available; `dispatcher devices` lists what is")
-        return runtime
+            if device.index not in self._runtimes:
+                if not self._found:
+                    self.probe()
+                if device.index >= len(self._found):
+                    raise DeviceError(f"{device.id} is not available; `dispatcher devices` lists what is")
+                found = self._found[device.index]
+                try:
+                    self._runtimes[device.index] = OpenClRuntime(found.platform, found.device)
+                except Exception as error:
+                    raise DeviceError(f"{device.id} ({device.name}) cannot be opened: {_line(error)}") from error
+            return self._runtimes[device.index]
 
     def _missing(self, reason: str) -> Device:
         return Device(self.name, 0, "no OpenCL device", "unknown", False, reason)
+
+
+def _why_none() -> str:
+    """PoCL's usual reason for having no device, where it is one here."""
+    from backends.opencl.pocl import VARIABLE, cache_folder, unusable
+
+    reason = unusable(cache_folder())
+    return "" if reason is None else f": PoCL has none when {reason}; set {VARIABLE} to a folder that can be"
 
 
 def _line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ A runtime that the loader finds in a way of its own (`pocl-binary-distribution`)
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -24,6 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+
+from dispatcher.filecache import cache_root
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
@@ -122,6 +125,23 @@ def prepare_icd_vendors() -> IcdReport:
     os.environ["OCL_ICD_VENDORS"] = os.environ[OWN_VARIABLE] = str(vendors)
     added = ", ".join(entry.library for entry in entries if _is_addition(entry))
     return IcdReport(vendors, True, f"added to {SYSTEM_VENDORS}: {added}", tuple(entries))
+
+
+def footprint() -> str:
+    """What the loader will load, as a text that changes when a runtime or a setting does."""
+    report = prepare_icd_vendors()
+    files = [Path(path) for entry in report.entries for path in (entry.icd_file, entry.library)]
+    versions = []
+    for file in files:
+        with contextlib.suppress(OSError):  # a bare name, which the system's linker looks up
+            status = file.stat()
+            versions.append((str(file), status.st_size, status.st_mtime_ns))
+    settings = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(("OCL_", "OPENCL_", "POCL_", "CL_", "LD_"))
+    )
+    return repr((report.vendors, report.entries, versions, settings))
 
 
 def load_error(library: str) -> str | None:
@@ -269,18 +289,12 @@ def _private_folder(files: Mapping[str, str], earlier: Path | None) -> Path:
     if earlier is not None and _holds(earlier, files):
         return earlier
     try:
-        return _cached_folder(_cache_root(), files)
+        return _cached_folder(cache_root() / "icd", files)
     except (OSError, RuntimeError):  # RuntimeError: no home folder is known
         folder = Path(tempfile.mkdtemp(prefix="kernel-dispatcher-icd-"))
         atexit.register(_remove_in_process, folder, os.getpid())
         _write_files(folder, files)
         return folder
-
-
-def _cache_root() -> Path:
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "kernel-dispatcher" / "icd"
 
 
 def _cached_folder(root: Path, files: Mapping[str, str]) -> Path:

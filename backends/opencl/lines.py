@@ -219,7 +219,6 @@ def render(
         "LINES_H": layout.lines_h,
         "EDGE": layout.edge,
         "SCRATCH_EDGE": layout.packed_size,
-        "SCRATCH_TILES": layout.packed_size + layout.edge_size,
         "SCRATCH_LINES": layout.core_size - layout.lines_size,
         "SCRATCH_POOLED": layout.core_size,
         "OUT_C": output[1],
@@ -303,7 +302,8 @@ def _direct_tables(layout: LineLayout) -> str:
 
 
 def _winograd_tables(layout: LineLayout) -> str:
-    text = ""
+    heights = {len(phase.taps) + 1 for phase in layout.geometry.height.phases}
+    text = defines({f"USE_PARTS_{count}": count in heights for count in (2, 3, 4)})
     for letter, axis, first in (
         ("D", layout.geometry.depth, 0),
         ("H", layout.geometry.height, layout.height.rows[0]),

@@ -18,6 +18,7 @@ from pyopencl.characterize import has_src_build_cache
 
 from backends.opencl.icd import prepare_icd_vendors
 from backends.opencl.memory import HostPool
+from backends.opencl.pocl import prepare_cache
 from dispatcher.errors import BuildError
 from dispatcher.filecache import FileCache
 
@@ -209,6 +210,7 @@ def find_devices() -> list[Found]:
         pyopencl.Error: no platform at all.
     """
     prepare_icd_vendors()
+    prepare_cache()
     found = []
     for platform in cl.get_platforms():
         try:

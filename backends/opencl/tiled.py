@@ -34,7 +34,7 @@ STAGE_FILES = {
 CHEAP = ("add", "subtract", "scale", "clamp", "relu", "leaky_relu", "hardswish")
 #: Work-items that run in step on a device that does not say: a multiple of every common width.
 DEFAULT_MULTIPLE = 64
-#: Private words that a work-item's sums, and what it holds back for folding, may take; more would be spilled.
+#: Words that a work-item's sums, and what it folds, may take; more would not stay in registers.
 SUM_WORDS = 64
 #: Kernels that are built at most before a convolution is left to the gather kernel.
 MOST_BUILDS = 4
@@ -240,7 +240,8 @@ class TileLayout:
 
     @property
     def _staging(self) -> int:
-        return self.tile.block_k * (self.tile.block_m + self.tile.block_n)
+        """Elements of A and B, twice: a step of K is filled while another one is multiplied."""
+        return 2 * self.tile.block_k * (self.tile.block_m + self.tile.block_n)
 
     @property
     def local_elements(self) -> int:
@@ -254,13 +255,9 @@ class TileLayout:
 
     @property
     def local_bytes(self) -> int:
-        """Local memory of a work-group; a few elements more than needed, for alignment."""
-        return (self.local_elements + self.partial_elements) * self.task.itemsize + 64
-
-    @property
-    def fold_rows(self) -> int:
-        """Rows of results that a work-item holds back for folding."""
-        return -(-self.result_rows // self.tile.slices)
+        """Local memory of a work-group; a little more than needed, for alignment."""
+        places = self.tile.block_m * 16
+        return (self.local_elements + self.partial_elements) * self.task.itemsize + places + 64
 
     def refusal(self, limits: Limits) -> str | None:
         """None when the tile keeps its constraints and the device's limits, else which one it breaks."""
@@ -273,8 +270,10 @@ class TileLayout:
             return "a step of several taps has to hold all channels"
         if tile.block_k % tile.stage_slices:
             return "a step of K has fewer rows than are staged at once"
-        if tile.thread_m * tile.thread_n * words > SUM_WORDS:
+        if tile.thread_m * tile.thread_n * words * (2 if self.task.fold else 1) > SUM_WORDS:
             return "too many sums for a work-item's registers"
+        if self.task.fold and self.task.all_channels and self.task.geometry.groups * self.tiles > 1:
+            return "folding all channels of a voxel needs them in one channel tile"
         if self.local_bytes > limits.local_memory:
             return f"{self.local_bytes} bytes of local memory; the device has {limits.local_memory}"
         return None
@@ -368,7 +367,7 @@ class TiledFusion(LineFusion):
                 return reason
         task = task_of(convolution, sort_epilogue((*fused, step)), self._itemsize)
         if not any(TileLayout(task, tile).refusal(self._limits) is None for tile in _candidates(task)):
-            return "all channels of a voxel at once exceed the device's local memory"
+            return "no work-group can hold all channels of its voxels"
         return None
 
 
@@ -524,8 +523,7 @@ def render(
         fold = defines(
             {
                 "FOLD_CHANNELS": 1 if reduced else "channels",
-                "FOLD_ROWS": 1 if reduced else layout.fold_rows,
-                "FOLD_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
+                "FOLD_COMBINE(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
                 "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {task.phases})",
             }
         ) + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail))

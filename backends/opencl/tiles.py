@@ -222,11 +222,6 @@ class LineLayout:
         """Rows of one channel on their way through the transform."""
         return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
 
-    @property
-    def tiles_size(self) -> int:
-        """Register tiles between product and inverse transform."""
-        return 4 * self.tile.thread_c * self.tile.thread_w * self.tile.vec if self.tile.winograd else 0
-
     @cached_property
     def lines_size(self) -> int:
         """Result lines of one (rd, rh)."""
@@ -236,7 +231,7 @@ class LineLayout:
     @property
     def core_size(self) -> int:
         """All scratch but the folded lines."""
-        return self.packed_size + self.edge_size + self.tiles_size + self.lines_size
+        return self.packed_size + self.edge_size + self.lines_size
 
     @property
     def fold_planes(self) -> int:

@@ -1,8 +1,8 @@
 // The pointwise functions of the vocabulary, and chains of them that run on a convolution's results.
 //
-// A chain is one number: each byte is an operation, the lowest byte first, 0 ends it. A kernel that knows it when it
-// is compiled unrolls it; a kernel that gets it as an argument interprets it. Operation i of a chain takes its
-// operands from stage i of the kernel's parameters.
+// A chain is one number: each byte is an operation, the lowest byte first, 0 ends it. A kernel that knows it
+// when it is compiled unrolls it; a kernel that gets it as an argument interprets it. Operation i of a chain
+// takes its operands from stage i of the kernel's parameters.
 #pragma once
 #include "device.cuh"
 
@@ -34,7 +34,9 @@ struct Stage {
 
 constexpr int MAX_STAGES = 8;  // in each of a kernel's two chains
 
-__host__ __device__ constexpr int chain_operation(chain_t chain, int i) { return static_cast<int>(chain >> (8 * i) & 255u); }
+__host__ __device__ constexpr int chain_operation(chain_t chain, int i) {
+  return static_cast<int>(chain >> (8 * i) & 255u);
+}
 
 // in -> out of one operation. NaN goes through all of them.
 __device__ __forceinline__ COMPUTE pointwise(int operation, COMPUTE in, COMPUTE a, COMPUTE b) {

@@ -1,28 +1,33 @@
 // Transposed 3-D convolution of any geometry, with what follows it, by fused multiply-add.
 //   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of the group of
 //                          x[n,c, (z+PD-kd*LD)/SD, (y+PH-kh*LH)/SH, (x+PW-kw*LW)/SW] * w[c,o,k] )
-//   where only taps with exact divisions and inputs inside the tensor count.
+//   where only taps with exact divisions and inputs inside the tensor count. Outputs fall into stride^3 phases by
+//   their residues r: z = SD*m + r. Within a phase every tap has a constant offset, so that a phase is a dense
+//   convolution over m and no zero is multiplied.
 //
-// Outputs fall into stride^3 phases by their residues r: z = SD*m + r. Within a phase every tap has a constant offset,
-// so that a phase is a dense convolution over m and no zero is multiplied.
+// Layouts
+//   x  (N, IC, ID, IH, IW) INPUT
+//   w  packed (groups, terms, padded OC/groups) COMPUTE; a *term* is a pair of tap and channel, ordered by phase
+//   y  (N, OC, OD, OH, OW) OUTPUT, or the pooled or summed shape
 //
-// Layouts: x (N, IC, ID, IH, IW) INPUT; w packed (groups, terms, padded OC/groups) COMPUTE, where a *term* is a pair of
-// tap and channel, ordered by phase; y OUTPUT, (N, OC, OD, OH, OW), or the pooled or summed shape.
 // GEMM of one phase and group: GEMM_M = N*MD*MH*MW voxels m, GEMM_N = OC/groups, GEMM_K = the phase's terms.
-//   A[m][k] = x[voxel(m) + terms[k].delta] (0 outside), B[k][n] = w[group][k][n].
+//   A[m][k] = x[voxel(m) + terms[k].delta], 0 outside; B[k][n] = w[group][k][n].
 //
-// A block owns BLOCK_M voxels x BLOCK_N channels of one phase, or of all phases where pooling folds them: it then makes
-// them one after another. A thread owns THREAD_M = 4 consecutive voxels x THREAD_N consecutive channels.
-// Results go through shared memory, where a thread owns one voxel and every SLICES-th channel; there the chains run:
+// A block owns BLOCK_M voxels x BLOCK_N channels of one phase, or of all phases where pooling folds them: it then
+// makes them one after another. A thread owns THREAD_M = 4 consecutive voxels x THREAD_N consecutive channels.
+// Results go through shared memory, where a thread owns one voxel and every SLICES-th channel; there run
 //   first chain (per voxel and phase), fold over the phases (mean or max), second chain, channel sum, store.
 // Layer norm and the channel sum need all channels of a voxel: groups = 1 and OC <= BLOCK_N.
+// A sum that is not finite is made again term by term with only the inputs that exist, since 0 * inf, where 0
+// stands for an input outside the tensor, is NaN.
 //
-// Shared memory, in COMPUTE: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N], results [BLOCK_N][BLOCK_M], the same again where
-// USE_FOLD, and one value a thread for sums over channels. Two barriers per BLOCK_K terms.
-// A sum that is not finite is made again term by term with only the inputs that exist, since 0 * inf, where 0 stands
-// for an input outside the tensor, is NaN.
-// FLOPs 2*M*N*K of each phase; ideal bytes x + w + y. Intensity of a block: BLOCK_M*BLOCK_N / (2*(BLOCK_M+BLOCK_N))
+// Shared memory, in COMPUTE: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N], results [BLOCK_N][BLOCK_M], the same again
+// where USE_FOLD, and one value a thread for sums over channels. Registers: 4*THREAD_N sums. Barriers: two per
+// BLOCK_K terms, and two for each sum over channels.
+//
+// FLOPs 2*M*N*K of each phase; ideal bytes x + w + y. Intensity of a block: BLOCK_M*BLOCK_N / (BLOCK_M+BLOCK_N)
 // multiply-adds a loaded value, from the L2 cache where neighbouring phases and taps meet.
+//
 // The host guarantees: extents and positions below 2^31; the tile's constraints (tiles.py); y overlaps nothing.
 #include "chain.cuh"
 
@@ -37,9 +42,9 @@ struct Phase {
 };
 
 struct Term {
-  index_t delta;   // from the voxel's element of channel 0 to the term's, in elements
-  int offset[3];   // from m to the input position
-  int channel;     // within the group
+  index_t delta;  // from the voxel's element of channel 0 to the term's, in elements
+  int offset[3];  // from m to the input position
+  int channel;    // within the group
 };
 
 struct ConvParams {
@@ -83,7 +88,8 @@ __device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_
 }
 
 __device__ __forceinline__ bool reads(const ConvParams &p, const Voxel &v, const Term &term) {
-  return v.inside && unsigned(v.m[0] + term.offset[0]) < unsigned(p.in[0]) && unsigned(v.m[1] + term.offset[1]) < unsigned(p.in[1])
+  return v.inside && unsigned(v.m[0] + term.offset[0]) < unsigned(p.in[0])
+         && unsigned(v.m[1] + term.offset[1]) < unsigned(p.in[1])
          && unsigned(v.m[2] + term.offset[2]) < unsigned(p.in[2]);
 }
 
@@ -103,16 +109,20 @@ __device__ __forceinline__ Phase phase_at(const ConvParams &p, index_t index, in
 }
 
 // The sum of one output, term by term, with the terms that exist.
-__device__ __noinline__ COMPUTE exact_sum(const ConvParams &p, const Phase &phase, const COMPUTE *w, int group, index_t m) {
+__device__ __noinline__ COMPUTE exact_sum(const ConvParams &p, const Phase &phase, const COMPUTE *w,
+                                          int group, index_t m) {
   const Voxel v = voxel_at(p, group, m);
   COMPUTE total = 0;
   for (int k = phase.first; k < phase.first + phase.count; k++)
-    if (reads(p, v, p.terms[k])) total = multiply_add(COMPUTE(p.x[v.input + p.terms[k].delta]), w[index_t(k) * p.padded_channels], total);
+    if (reads(p, v, p.terms[k]))
+      total =
+          multiply_add(COMPUTE(p.x[v.input + p.terms[k].delta]), w[index_t(k) * p.padded_channels], total);
   return total;
 }
 
 // acc[i][j]: voxel 4*tm + i, channel THREAD_N*tn + j.
-__device__ __forceinline__ void multiply(const ConvParams &p, const Phase &phase, const Voxel &v, const COMPUTE *w, COMPUTE *A, COMPUTE *B,
+__device__ __forceinline__ void multiply(const ConvParams &p, const Phase &phase, const Voxel &v,
+                                         const COMPUTE *w, COMPUTE *A, COMPUTE *B,
                                          COMPUTE (&acc)[THREAD_M][THREAD_N]) {
   const int tm = threadIdx.x % THREADS_M, tn = threadIdx.x / THREADS_M;
 #pragma unroll
@@ -130,7 +140,8 @@ __device__ __forceinline__ void multiply(const ConvParams &p, const Phase &phase
     }
     for (int e = threadIdx.x; e < BLOCK_K * BLOCK_N; e += THREADS) {
       const int k = e / BLOCK_N;
-      B[e] = k0 + k < phase.count ? w[index_t(phase.first + k0 + k) * p.padded_channels + e % BLOCK_N] : COMPUTE(0);
+      B[e] = k0 + k < phase.count ? w[index_t(phase.first + k0 + k) * p.padded_channels + e % BLOCK_N]
+                                  : COMPUTE(0);
     }
     __syncthreads();
 #pragma unroll
@@ -162,7 +173,8 @@ __device__ __forceinline__ COMPUTE sum_over_slices(COMPUTE value, COMPUTE *parti
 }
 
 // Run a chain on this thread's channels of its voxel: values[c * BLOCK_M], c = slice, slice + SLICES, ...
-__device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, COMPUTE *values, int channels, int first_channel, COMPUTE *partial) {
+__device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, COMPUTE *values, int channels,
+                                          int first_channel, COMPUTE *partial) {
   const int slice = threadIdx.x / BLOCK_M;
   for (int i = 0; i < MAX_STAGES; i++) {
     const int operation = chain_operation(chain, i);
@@ -185,8 +197,8 @@ __device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, CO
       }
     } else {
       for (int c = slice; c < channels; c += SLICES)
-        values[c * BLOCK_M] =
-            pointwise(operation, values[c * BLOCK_M], stage_a(stage, first_channel + c), stage_b(stage, first_channel + c));
+        values[c * BLOCK_M] = pointwise(operation, values[c * BLOCK_M], stage_a(stage, first_channel + c),
+                                        stage_b(stage, first_channel + c));
     }
   }
 }

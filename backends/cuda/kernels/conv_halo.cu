@@ -1,40 +1,51 @@
 // Transposed 3-D convolution with what follows it, on tensor cores (sm_80 and newer): the resident halo.
-//   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of x[n,c, m + offset(k)] * w[c,o,k] ),  z = SD*m + r
+//   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of x[n,c, m + offset(k)] * w[c,o,k] ),
+//   z = SD*m + r: outputs fall into stride^3 phases by their residues r, and within a phase every tap reads x at
+//   a constant offset.
 //
-// Outputs fall into stride^3 phases by their residues r; within a phase every tap reads x at a constant offset.
+// Layouts
+//   x  (N, IC, ID, IH, IW) float
+//   y  (N, OC, OD, OH, OW) float, or the pooled or summed shape
+//   w  packed in the order in which it is streamed: [channel tile][step][chunk of BLOCK_K channels][phase group]
+//      [k / 8][pair of 8 columns][lane][4]; the four values of a lane are its fragments of both columns (mma_tf32)
 //
-// Layouts: x (N, IC, ID, IH, IW) float; y float, (N, OC, OD, OH, OW) or the pooled or summed shape; w packed in the
-// order in which it is streamed: [channel tile][step][chunk of BLOCK_K channels][phase group][k / 8][pair of 8 columns]
-// [lane][4], the four values of a lane being its fragments of both columns (see mma_tf32).
-// GEMM of one phase: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC, instruction m16n8k8.
+// GEMM of one phase: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC, by the instruction m16n8k8.
+//   A[m][(k, c)] = x tile[c][m + offset(k)], B[(k, c)][o] = w[c,o,k].
 //
-// A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases and BLOCK_N channels. The box of x with its halo
-// is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of it, and only the
-// weights stream, through a ring of STAGES buffers. PHASE_GROUPS = 2 gives each of two phases that differ in W alone its own
-// warps, so that both meet in shared memory and output lines are written whole. A warp owns 16*WARP_M voxels x BLOCK_N
-// channels; a quad of lanes owns all channels of a voxel.
-//   x tile   [channel][z][y][x], channel pitch 8 mod 32 words: a fragment read (4 channels x 8 voxels) meets 32 banks
-//   weights  one 16-byte read a lane gives the fragments of two column blocks
-// The host passes a flat program: for every step one shared-memory offset per phase group (-1: that phase has no such
-// tap). Stride, kernel size and dilation appear nowhere in the main loop.
+// A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases, and BLOCK_N channels. The box of x with
+// its halo is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of
+// it, and only the weights stream, through a ring of STAGES buffers. PHASE_GROUPS = 2 gives each of two phases
+// that differ in W alone its own warps, so that both meet in shared memory and output lines are written whole.
+// A warp owns 16*WARP_M voxels x BLOCK_N channels; a quad of lanes owns all channels of a voxel. The host passes
+// a flat program: for every step one shared-memory offset per phase group (-1: that phase has no such tap).
+// Stride, kernel size and dilation appear nowhere in the main loop.
 //
 // Precision. USE_3XTF32: x and w are split in two TF32 parts each, three products are added, and the sums of each
-// BLOCK_K channels are added to the result by ordinary additions, since the tensor core cuts its own sums: float32 accuracy.
-// Otherwise one TF32 product. A sum that is not finite is made again by fused multiply-add with only the inputs that
-// exist: splitting turns inf into NaN, and so does 0 * inf where 0 stands for an input outside the tensor.
+// BLOCK_K channels are added to the result by ordinary additions, since the tensor core cuts its own sums:
+// float32 accuracy. Otherwise one TF32 product. A sum that is not finite is made again by fused multiply-add with
+// only the inputs that exist: splitting turns inf into NaN, and so does 0 * inf where 0 stands for an input
+// outside the tensor.
 //
-// Epilogue, in registers: first chain on each voxel's channels; FOLD over all phases (mean or max) or not; second chain;
-// then one of: store, sum over channels, maxima of POOL_Z x POOL_Y x POOL_X boxes of folded voxels (optionally summed over
-// channels), and the two passes of a softmax over space whose argument a clamp bounds:
-// SOFTMAX_SUM adds up exp(v - bound) of its voxels per channel, SOFTMAX_SCALE, a second launch, makes the convolution
-// again, which is cheaper than storing and reading exponentials, and divides.
+// Epilogue, in registers: FIRST_CHAIN on each voxel's channels; FOLD over all phases (mean or max) or not;
+// SECOND_CHAIN; then one of
+//   - store, or CHANNEL_SUM: the sum over channels
+//   - maxima of POOL_Z x POOL_Y x POOL_X boxes of folded voxels, summed over channels where CHANNEL_SUM
+//   - the two passes of a softmax over space whose argument a clamp bounds: SOFTMAX_SUM adds up exp(v - bound) of
+//     its voxels per channel; SOFTMAX_SCALE, a second launch, makes the convolution again, which is cheaper than
+//     storing and reading exponentials, and divides.
 //
-// Shared memory, in floats: x tile, STAGES weight buffers, staging of 8 channels, the program, softmax sums.
+// Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
+// (4 channels x 8 voxels) meets 32 banks; STAGES weight buffers, read 16 bytes a lane; staging of 8 channels; the
+// program; softmax sums.
+// Registers: WARP_M*BLOCK_N/2 results, as many again for the sums of USE_3XTF32 and for FOLD.
 // Barriers: one per BLOCK_K channels of a step, which also completes the x tile, and two per 8 channels stored.
-// FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y.
+//
+// FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
+// 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
+//
 // The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X;
-// y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only where
-// OC <= BLOCK_N; POOL boxes do not cross tiles.
+// y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
+// where OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
 
 #define FOLD_NONE 0
@@ -44,24 +55,26 @@
 #define SOFTMAX_SUM 1
 #define SOFTMAX_SCALE 2
 
-constexpr int NT = BLOCK_N / 8;                                // column blocks of a warp
-constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;               // voxels of a block
-constexpr int GROUP_WARPS = TILE_M / (16 * WARP_M);            // warps of a phase group
+constexpr int NT = BLOCK_N / 8;                      // column blocks of a warp
+constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;     // voxels of a block
+constexpr int GROUP_WARPS = TILE_M / (16 * WARP_M);  // warps of a phase group
 constexpr int WARPS = GROUP_WARPS * PHASE_GROUPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int CHUNKS = (IN_CHANNELS + BLOCK_K - 1) / BLOCK_K;
-constexpr int PAD_X = (LOW_X + 3) / 4 * 4;                     // zone left of a row, which keeps it 16-byte aligned
+constexpr int PAD_X = (LOW_X + 3) / 4 * 4;  // zone left of a row, which keeps it 16-byte aligned
 // The right halo of a row may lie in the left zone of the next one.
 constexpr int PITCH_X = HIGH_X + LOW_X <= PAD_X ? PAD_X + TILE_X : (PAD_X + TILE_X + HIGH_X + 3) / 4 * 4;
 constexpr int ROWS_Y = TILE_Y + LOW_Y + HIGH_Y, ROWS_Z = TILE_Z + LOW_Z + HIGH_Z;
 constexpr int PITCH_C = (PITCH_X * ROWS_Y * ROWS_Z + HIGH_X + 23) / 32 * 32 + 8;
 constexpr int X_FLOATS = CHUNKS * BLOCK_K * PITCH_C;
-constexpr int SLAB = BLOCK_K * BLOCK_N;                        // weights of one tap and chunk
-constexpr int RING_FLOATS = PHASE_GROUPS * SLAB;               // one buffer of the ring
+constexpr int SLAB = BLOCK_K * BLOCK_N;           // weights of one tap and chunk
+constexpr int RING_FLOATS = PHASE_GROUPS * SLAB;  // one buffer of the ring
 constexpr int STAGE_VOXELS = TILE_M % 32 == 16 ? TILE_M : TILE_M + 16;
 constexpr int STAGE_PITCH = (PHASE_GROUPS * STAGE_VOXELS + 27) / 32 * 32 + 4;
 constexpr int POOL_VOLUME = POOL_X * POOL_Y * POOL_Z;
-static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 16 == 0 && BLOCK_K % 8 == 0 && THREADS <= 1024, "tile");
+static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 16 == 0 && BLOCK_K % 8 == 0
+                  && THREADS <= 1024,
+              "tile");
 static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
 
 struct Tap {            // one step of one phase group
@@ -70,20 +83,21 @@ struct Tap {            // one step of one phase group
   int weights, stride;  // first slab within the channel tile's weights, and slabs from chunk to chunk
 };
 
-struct Pass {           // one phase group's worth of phases
+struct Pass {  // one phase group's worth of phases
   int residue[2][3];
-  int first, steps;     // rows of the program
+  int first, steps;  // rows of the program
 };
 
 struct HaloParams {
   const float *x, *w;
   const STORAGE *bias;
-  float *y, *partial;   // partial: softmax sums, [batch][tile of the box][padded OC]
+  float *y, *partial;  // partial: softmax sums, [batch][tile of the box][padded OC]
   const Pass *passes;
-  const Tap *taps;      // [step][phase group]
-  index_t tile_weights; // floats of one channel tile
+  const Tap *taps;       // [step][phase group]
+  index_t tile_weights;  // floats of one channel tile
   int pass_count, step_count, out_channels, channel_tiles;
-  int in[3], out[3], limit[3], stride[3], tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
+  int in[3], out[3], limit[3], stride[3],
+      tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
   int pair_stores;
   float softmax_bound;
   Stage stages[2 * MAX_STAGES];
@@ -123,12 +137,13 @@ __device__ __forceinline__ void clear(Accumulators &acc) {
       for (int i = 0; i < 4; i++) acc[m][n][i] = 0.f;
 }
 
-// ---- x and weights into shared memory ------------------------------------------------------------------------------
+// ---- x and weights into shared memory ---------------------------------------------------------------------
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, float *tile) {
   constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
   for (int i = threadIdx.x; i < CHUNKS * BLOCK_K * ROWS_Z * ROWS_Y * PIECES; i += THREADS) {
-    const int piece = i % PIECES, y = i / PIECES % ROWS_Y, z = i / (PIECES * ROWS_Y) % ROWS_Z, c = i / (PIECES * ROWS_Y * ROWS_Z);
+    const int piece = i % PIECES, y = i / PIECES % ROWS_Y, z = i / (PIECES * ROWS_Y) % ROWS_Z,
+              c = i / (PIECES * ROWS_Y * ROWS_Z);
     const int iz = box.m[0] + z - LOW_Z, iy = box.m[1] + y - LOW_Y;
     const bool row = unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1]) && c < IN_CHANNELS;
     const float *from = p.x + (box.batch * IN_CHANNELS + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
@@ -138,7 +153,9 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, floa
       const bool inside = row && x < p.in[2];
       copy_async<16>(to + 4 * piece, inside ? from + x : p.x, inside);
     } else {
-      const int dx = piece < VECTORS ? piece : piece < VECTORS + LOW_X ? piece - VECTORS - LOW_X : TILE_X + piece - VECTORS - LOW_X;
+      const int dx = piece < VECTORS           ? piece
+                     : piece < VECTORS + LOW_X ? piece - VECTORS - LOW_X
+                                               : TILE_X + piece - VECTORS - LOW_X;
       const int x = box.m[2] + dx;
       const bool inside = row && unsigned(x) < unsigned(p.in[2]);
       copy_async<4>(to + dx, inside ? from + x : p.x, inside);
@@ -159,7 +176,8 @@ struct WeightStream {
 #pragma unroll
       for (int f = 0; f < PHASE_GROUPS; f++) {
         if (step[f] < 0) continue;
-        for (int e = threadIdx.x * 4; e < SLAB; e += THREADS * 4) copy_async<16>(buffer + f * SLAB + e, from + e);
+        for (int e = threadIdx.x * 4; e < SLAB; e += THREADS * 4)
+          copy_async<16>(buffer + f * SLAB + e, from + e);
         from += SLAB;
       }
       if (++chunk == CHUNKS) {
@@ -171,9 +189,10 @@ struct WeightStream {
   }
 };
 
-// ---- products ------------------------------------------------------------------------------------------------------
+// ---- products ---------------------------------------------------------------------------------------------
 // One tap, BLOCK_K channels: a_tile points at this lane's channel of the tap's x, voxel[m][h] at its voxels within.
-__device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)[WARP_M][2], const float *b_slab, Accumulators &result) {
+__device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)[WARP_M][2],
+                                         const float *b_slab, Accumulators &result) {
 #if USE_3XTF32
   Accumulators acc;
   clear(acc);
@@ -215,7 +234,8 @@ __device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)
 #pragma unroll
         for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][2 * pair + e], a[m], b_small[e]);
 #else
-      const uint32_t b[2][2] = {{__float_as_uint(v.x), __float_as_uint(v.y)}, {__float_as_uint(v.z), __float_as_uint(v.w)}};
+      const uint32_t b[2][2] = {{__float_as_uint(v.x), __float_as_uint(v.y)},
+                                {__float_as_uint(v.z), __float_as_uint(v.w)}};
 #endif
 #pragma unroll
       for (int e = 0; e < 2; e++)
@@ -234,15 +254,19 @@ __device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)
 }
 
 // The sum of voxel `m` of the box and channel n of the channel tile, with the inputs that exist.
-__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, const Pass &pass, int group, int m, int n) {
+__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, const Pass &pass, int group,
+                                        int m, int n) {
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
-  const float *w = p.w + box.channel / BLOCK_N * p.tile_weights + (n / 16 * 32 + n % 8 * 4) * 4 + n / 8 % 2 * 2;
+  const float *w =
+      p.w + box.channel / BLOCK_N * p.tile_weights + (n / 16 * 32 + n % 8 * 4) * 4 + n / 8 % 2 * 2;
   float total = 0.f;
   for (int s = pass.first; s < pass.first + pass.steps; s++) {
     const Tap tap = p.taps[s * PHASE_GROUPS + group];
     const int z = at[0] + tap.offset[0], y = at[1] + tap.offset[1], x = at[2] + tap.offset[2];
-    if (tap.shared < 0 || unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1]) || unsigned(x) >= unsigned(p.in[2])) continue;
+    if (tap.shared < 0 || unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1])
+        || unsigned(x) >= unsigned(p.in[2]))
+      continue;
     const float *from = p.x + box.batch * IN_CHANNELS * plane + (index_t(z) * p.in[1] + y) * p.in[2] + x;
     for (int c = 0; c < IN_CHANNELS; c++) {
       const index_t slab = tap.weights + index_t(c / BLOCK_K) * tap.stride;
@@ -253,16 +277,19 @@ __device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, con
   return total;
 }
 
-// ---- what follows, on registers ------------------------------------------------------------------------------------
+// ---- what follows, on registers ---------------------------------------------------------------------------
 // A lane's values of one voxel: v[i] belongs to channel 8*(i/2) + 2*t + i%2 of the channel tile.
-__device__ __forceinline__ int channel_of(int i, int t) { return (i >> 1) * 8 + 2 * t + (i & 1); }
+__device__ __forceinline__ int channel_of(int i, int t) {
+  return (i >> 1) * 8 + 2 * t + (i & 1);
+}
 
 __device__ __forceinline__ float sum_over_quad(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-__device__ __forceinline__ void layer_norm(float (&v)[2 * NT], const Stage &stage, int t, int channels, int first_channel) {
+__device__ __forceinline__ void layer_norm(float (&v)[2 * NT], const Stage &stage, int t, int channels,
+                                           int first_channel) {
   float total = 0.f, squares = 0.f;
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) total += channel_of(i, t) < channels ? v[i] : 0.f;
@@ -283,7 +310,9 @@ __device__ __forceinline__ void layer_norm(float (&v)[2 * NT], const Stage &stag
   }
 }
 
-template <chain_t CHAIN> __device__ __forceinline__ void run_chain(const Stage *stages, Accumulators &acc, int t, int channels, int first_channel) {
+template <chain_t CHAIN>
+__device__ __forceinline__ void run_chain(const Stage *stages, Accumulators &acc, int t, int channels,
+                                          int first_channel) {
   if constexpr (CHAIN != 0) {
 #pragma unroll
     for (int m = 0; m < WARP_M; m++)
@@ -312,14 +341,16 @@ template <chain_t CHAIN> __device__ __forceinline__ void run_chain(const Stage *
   }
 }
 
-// ---- results to memory ---------------------------------------------------------------------------------------------
+// ---- results to memory ------------------------------------------------------------------------------------
 // Column block n of this warp's results into staging: [8 channels][phase group][voxel].
-__device__ __forceinline__ void stage(float *staging, const Accumulators &acc, int n, int first_voxel, int group, int g, int t) {
+__device__ __forceinline__ void stage(float *staging, const Accumulators &acc, int n, int first_voxel,
+                                      int group, int g, int t) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      staging[(2 * t + (i & 1)) * STAGE_PITCH + group * STAGE_VOXELS + first_voxel + m * 16 + (i >> 1) * 8 + g] = acc[m][n][i];
+      staging[(2 * t + (i & 1)) * STAGE_PITCH + group * STAGE_VOXELS + first_voxel + m * 16 + (i >> 1) * 8
+              + g] = acc[m][n][i];
 }
 
 struct Place {  // an output position: of voxel m in a phase, or of a folded voxel
@@ -327,8 +358,10 @@ struct Place {  // an output position: of voxel m in a phase, or of a folded vox
   bool inside;
 };
 
-__device__ __forceinline__ Place place_of(const HaloParams &p, const Box &box, int voxel, const int (&residue)[3]) {
-  const int m[3] = {box.m[0] + voxel / (TILE_X * TILE_Y), box.m[1] + voxel / TILE_X % TILE_Y, box.m[2] + voxel % TILE_X};
+__device__ __forceinline__ Place place_of(const HaloParams &p, const Box &box, int voxel,
+                                          const int (&residue)[3]) {
+  const int m[3] = {box.m[0] + voxel / (TILE_X * TILE_Y), box.m[1] + voxel / TILE_X % TILE_Y,
+                    box.m[2] + voxel % TILE_X};
   Place place;
   place.inside = true;
 #pragma unroll
@@ -339,11 +372,14 @@ __device__ __forceinline__ Place place_of(const HaloParams &p, const Box &box, i
   return place;
 }
 
-__device__ __forceinline__ index_t element(const HaloParams &p, const int (&at)[3]) { return (index_t(at[0]) * p.out[1] + at[1]) * p.out[2] + at[2]; }
+__device__ __forceinline__ index_t element(const HaloParams &p, const int (&at)[3]) {
+  return (index_t(at[0]) * p.out[1] + at[1]) * p.out[2] + at[2];
+}
 
 // Store all channels; a thread keeps its voxels, so that addresses are made once.
-__device__ __forceinline__ void store(const HaloParams &p, const Box &box, const Pass &pass, const Accumulators &acc, float *staging, int channels,
-                                      int first_voxel, int group, int g, int t) {
+__device__ __forceinline__ void store(const HaloParams &p, const Box &box, const Pass &pass,
+                                      const Accumulators &acc, float *staging, int channels, int first_voxel,
+                                      int group, int g, int t) {
   constexpr int EACH = (TILE_M + THREADS - 1) / THREADS;
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
   float *y[EACH][PHASE_GROUPS];
@@ -369,7 +405,8 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
       for (int j = 0; j < EACH; j++) {
         const float *values = staging + c * STAGE_PITCH + threadIdx.x + j * THREADS;
         if (PHASE_GROUPS == 2 && p.pair_stores) {
-          if (inside[j][0]) *reinterpret_cast<float2 *>(y[j][0]) = make_float2(values[0], values[STAGE_VOXELS]);
+          if (inside[j][0])
+            *reinterpret_cast<float2 *>(y[j][0]) = make_float2(values[0], values[STAGE_VOXELS]);
         } else {
 #pragma unroll
           for (int f = 0; f < PHASE_GROUPS; f++)
@@ -383,8 +420,9 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
 }
 
 // Sum over channels, from registers.
-__device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box &box, const Pass &pass, const Accumulators &acc, int channels,
-                                                  int first_voxel, int group, int g, int t) {
+__device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box &box, const Pass &pass,
+                                                  const Accumulators &acc, int channels, int first_voxel,
+                                                  int group, int g, int t) {
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -392,7 +430,8 @@ __device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box
     for (int h = 0; h < 2; h++) {
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < 2 * NT; i++) total += channel_of(i, t) < channels ? acc[m][i / 2][2 * h + i % 2] : 0.f;
+      for (int i = 0; i < 2 * NT; i++)
+        total += channel_of(i, t) < channels ? acc[m][i / 2][2 * h + i % 2] : 0.f;
       total = sum_over_quad(total);
       const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[group]);
       if (place.inside && t == 0) p.y[box.batch * plane + element(p, place.at)] = total;
@@ -400,8 +439,8 @@ __device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box
 }
 
 // Maxima of POOL boxes of folded voxels; summed over channels where CHANNEL_SUM.
-__device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Accumulators &acc, float *staging, int channels, int first_voxel,
-                                             int g, int t) {
+__device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Accumulators &acc,
+                                             float *staging, int channels, int first_voxel, int g, int t) {
   constexpr int PX = TILE_X / POOL_X, PY = TILE_Y / POOL_Y, PZ = TILE_Z / POOL_Z, OUTPUTS = PX * PY * PZ;
   constexpr int EACH = (8 * OUTPUTS + THREADS - 1) / THREADS;
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
@@ -414,17 +453,22 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int item = threadIdx.x + j * THREADS, c = item % 8, o = item / 8;
-      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY, box.m[2] / POOL_X + o % PX};
-      const bool inside = o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2] && n * 8 + c < channels;
+      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
+                         box.m[2] / POOL_X + o % PX};
+      const bool inside =
+          o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2] && n * 8 + c < channels;
       float best = 0.f;
       if (inside) {
-        const float *corner =
-            staging + c * STAGE_PITCH + (o / (PX * PY) * POOL_Z * TILE_Y + o / PX % PY * POOL_Y) * TILE_X + o % PX * POOL_X;
+        const float *corner = staging + c * STAGE_PITCH
+                              + (o / (PX * PY) * POOL_Z * TILE_Y + o / PX % PY * POOL_Y) * TILE_X
+                              + o % PX * POOL_X;
         best = corner[0];
 #pragma unroll
         for (int e = 1; e < POOL_VOLUME; e++)
-          best = max_nan(best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
-        if (!CHANNEL_SUM) p.y[(box.batch * p.out_channels + box.channel + n * 8 + c) * plane + element(p, at)] = best;
+          best = max_nan(
+              best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
+        if (!CHANNEL_SUM)
+          p.y[(box.batch * p.out_channels + box.channel + n * 8 + c) * plane + element(p, at)] = best;
       }
       total[j] = n == 0 ? best : total[j] + best;
     }
@@ -437,14 +481,15 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
       sum += __shfl_xor_sync(~0u, sum, 2);
       sum += __shfl_xor_sync(~0u, sum, 4);
       const int item = threadIdx.x + j * THREADS, o = item / 8;
-      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY, box.m[2] / POOL_X + o % PX};
+      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
+                         box.m[2] / POOL_X + o % PX};
       if (item % 8 == 0 && o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2])
         p.y[box.batch * plane + element(p, at)] = sum;
     }
   }
 }
 
-// ---- softmax over space --------------------------------------------------------------------------------------------
+// ---- softmax over space -----------------------------------------------------------------------------------
 __device__ __forceinline__ void exponentials(const HaloParams &p, Accumulators &acc) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -455,7 +500,8 @@ __device__ __forceinline__ void exponentials(const HaloParams &p, Accumulators &
 }
 
 // Add this phase's exponentials, of voxels that exist, to the lane's sums over its voxels.
-__device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box &box, const Pass &pass, const Accumulators &acc, float (&sums)[2 * NT],
+__device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box &box, const Pass &pass,
+                                                 const Accumulators &acc, float (&sums)[2 * NT],
                                                  int first_voxel, int group, int g) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -468,7 +514,8 @@ __device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box 
 }
 
 // The block's sums, lanes and warps joined in a fixed order. shared: WARPS * BLOCK_N floats.
-__device__ __forceinline__ void store_sums(const HaloParams &p, const Box &box, float (&sums)[2 * NT], float *shared, int warp, int g, int t) {
+__device__ __forceinline__ void store_sums(const HaloParams &p, const Box &box, float (&sums)[2 * NT],
+                                           float *shared, int warp, int g, int t) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) {
@@ -486,10 +533,12 @@ __device__ __forceinline__ void store_sums(const HaloParams &p, const Box &box, 
   }
 }
 
-// 1 / (sum over all boxes of this batch item) of each channel, into shared[0 .. BLOCK_N). shared: (THREADS + BLOCK_N) floats.
+// 1 / (sum over all boxes of this batch item) of each channel, into shared[0 .. BLOCK_N). shared: (THREADS +
+// BLOCK_N) floats.
 __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box, float *shared) {
   constexpr int SLICES = THREADS / BLOCK_N > 0 ? THREADS / BLOCK_N : 1;
-  const index_t boxes = index_t(p.tiles[0]) * p.tiles[1] * p.tiles[2], pitch = index_t(p.channel_tiles) * BLOCK_N;
+  const index_t boxes = index_t(p.tiles[0]) * p.tiles[1] * p.tiles[2],
+                pitch = index_t(p.channel_tiles) * BLOCK_N;
   for (int e = threadIdx.x; e < SLICES * BLOCK_N; e += THREADS) {
     double total = 0.;
     const float *from = p.partial + box.batch * boxes * pitch + box.channel + e % BLOCK_N;
@@ -504,11 +553,13 @@ __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box
   }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -----------------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams p) {
   extern __shared__ __align__(16) float shared[];
-  float *x_tile = shared, *ring = x_tile + X_FLOATS, *staging = ring + STAGES * RING_FLOATS, *softmax = staging + 8 * STAGE_PITCH;
-  int *program = reinterpret_cast<int *>(softmax + (SOFTMAX == SOFTMAX_NONE ? 0 : THREADS + BLOCK_N + WARPS * BLOCK_N));
+  float *x_tile = shared, *ring = x_tile + X_FLOATS, *staging = ring + STAGES * RING_FLOATS,
+        *softmax = staging + 8 * STAGE_PITCH;
+  int *program =
+      reinterpret_cast<int *>(softmax + (SOFTMAX == SOFTMAX_NONE ? 0 : THREADS + BLOCK_N + WARPS * BLOCK_N));
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int group = warp / GROUP_WARPS, first_voxel = warp % GROUP_WARPS * 16 * WARP_M;
   const Box box = box_at(p);
@@ -519,7 +570,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams
   for (int i = threadIdx.x; i < p.step_count * PHASE_GROUPS; i += THREADS) program[i] = p.taps[i].shared;
   if constexpr (SOFTMAX == SOFTMAX_SCALE) load_factors(p, box, softmax);
   __syncthreads();
-  WeightStream weights{p.w + box.channel / BLOCK_N * p.tile_weights, program, program + p.step_count * PHASE_GROUPS, 0};
+  WeightStream weights{p.w + box.channel / BLOCK_N * p.tile_weights, program,
+                       program + p.step_count * PHASE_GROUPS, 0};
   for (int i = 0; i < STAGES - 1; i++) weights.next(ring + i * RING_FLOATS);
 #if !USE_3XTF32
   copy_wait<STAGES - 1>();
@@ -575,7 +627,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams
         for (int i = 0; i < 4; i++) {
           const int c = n * 8 + 2 * t + (i & 1);
           float &value = acc[m][n][i];
-          if (!is_finite(value) && c < channels) value = exact_sum(p, box, pass, group, first_voxel + m * 16 + (i >> 1) * 8 + g, c);
+          if (!is_finite(value) && c < channels)
+            value = exact_sum(p, box, pass, group, first_voxel + m * 16 + (i >> 1) * 8 + g, c);
           if (p.bias && c < channels) value += p.bias[box.channel + c];
         }
     run_chain<FIRST_CHAIN>(p.stages, acc, t, channels, box.channel);
@@ -587,7 +640,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float &total = folded[m][n][i];
-          total = q == 0 ? acc[m][n][i] : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i]) : total + acc[m][n][i];
+          total = q == 0             ? acc[m][n][i]
+                  : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
+                                     : total + acc[m][n][i];
         }
 #elif SOFTMAX == SOFTMAX_SUM
     exponentials(p, acc);

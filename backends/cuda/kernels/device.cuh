@@ -1,9 +1,9 @@
-// What every kernel here shares: element types, small vectors of indices, and the few places that need inline PTX.
+// What every kernel here shares: element types, functions for both precisions, and all inline PTX.
 //
 // Types, chosen by the host:
 //   STORAGE        what the caller's tensors hold: half_t, float or double
 //   COMPUTE        what sums and functions are computed in: float for half_t and float, double for double
-//   INPUT, OUTPUT  what a kernel's x and y hold: STORAGE, or COMPUTE where that is a value between two launches
+//   INPUT, OUTPUT  what a kernel's x and y hold: STORAGE, or COMPUTE for a value between two launches
 //
 // CUSIM is defined when this source is compiled for a CPU that stands in for the device; then the PTX instructions
 // are replaced by functions that do the same on the host.
@@ -22,32 +22,69 @@ using index_t = long long;
 // Set by the host to the size of the structure that it passes, so that both sides agree on its layout.
 #define CHECK_PARAMS(type) static_assert(sizeof(type) == PARAMS_BYTES, "the host packs " #type " differently")
 
-__device__ __forceinline__ bool is_finite(float v) { return v - v == 0.f; }
-__device__ __forceinline__ bool is_finite(double v) { return v - v == 0.; }
+__device__ __forceinline__ bool is_finite(float v) {
+  return v - v == 0.f;
+}
+__device__ __forceinline__ bool is_finite(double v) {
+  return v - v == 0.;
+}
 
 // The larger one; NaN wins, which fmax would drop.
-template <class T> __device__ __forceinline__ T max_nan(T a, T b) { return b > a || b != b ? b : a; }
+template <class T> __device__ __forceinline__ T max_nan(T a, T b) {
+  return b > a || b != b ? b : a;
+}
 
-__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-__device__ __forceinline__ float exponential(float v) { return expf(v); }
-__device__ __forceinline__ double exponential(double v) { return exp(v); }
-__device__ __forceinline__ float logarithm(float v) { return logf(v); }
-__device__ __forceinline__ double logarithm(double v) { return log(v); }
-__device__ __forceinline__ float logarithm_1p(float v) { return log1pf(v); }
-__device__ __forceinline__ double logarithm_1p(double v) { return log1p(v); }
-__device__ __forceinline__ float hyperbolic_tangent(float v) { return tanhf(v); }
-__device__ __forceinline__ double hyperbolic_tangent(double v) { return tanh(v); }
-__device__ __forceinline__ float magnitude(float v) { return fabsf(v); }
-__device__ __forceinline__ double magnitude(double v) { return fabs(v); }
-__device__ __forceinline__ float square_root(float v) { return sqrtf(v); }
-__device__ __forceinline__ double square_root(double v) { return sqrt(v); }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return fma(a, b, c);
+}
+__device__ __forceinline__ float exponential(float v) {
+  return expf(v);
+}
+__device__ __forceinline__ double exponential(double v) {
+  return exp(v);
+}
+__device__ __forceinline__ float logarithm(float v) {
+  return logf(v);
+}
+__device__ __forceinline__ double logarithm(double v) {
+  return log(v);
+}
+__device__ __forceinline__ float logarithm_1p(float v) {
+  return log1pf(v);
+}
+__device__ __forceinline__ double logarithm_1p(double v) {
+  return log1p(v);
+}
+__device__ __forceinline__ float hyperbolic_tangent(float v) {
+  return tanhf(v);
+}
+__device__ __forceinline__ double hyperbolic_tangent(double v) {
+  return tanh(v);
+}
+__device__ __forceinline__ float magnitude(float v) {
+  return fabsf(v);
+}
+__device__ __forceinline__ double magnitude(double v) {
+  return fabs(v);
+}
+__device__ __forceinline__ float square_root(float v) {
+  return sqrtf(v);
+}
+__device__ __forceinline__ double square_root(double v) {
+  return sqrt(v);
+}
 
 // x/2 * (1 + erf(x/sqrt(2))), with the limits 0 and +inf at the ends.
-__device__ __forceinline__ double gelu(double x) { return x < -40. ? 0. : .5 * x * erfc(-x * .70710678118654752440); }
+__device__ __forceinline__ double gelu(double x) {
+  return x < -40. ? 0. : .5 * x * erfc(-x * .70710678118654752440);
+}
 
-// The same in float as relu(x) - m*Phi(-m), m = |x|, where log2(Phi(-m)) is a polynomial fitted on [0, 6.2]; the product is
-// 2e-9 at the end and left out beyond. Absolute error below 2e-7, no branch, one special-function instruction.
+// The same in float as relu(x) - m*Phi(-m), m = |x|, where log2(Phi(-m)) is a polynomial fitted on [0, 6.2];
+// the product is 2e-9 at the end and left out beyond. Absolute error below 2e-7, no branch, one
+// special-function instruction.
 __device__ __forceinline__ float exp2_fast(float v) {
 #ifdef CUSIM
   return exp2f(v);
@@ -70,17 +107,18 @@ __device__ __forceinline__ float gelu(float x) {
   return fmaf(-m, exp2_fast(q), x < 0.f ? 0.f : x);
 }
 
-// ---- tensor cores and asynchronous copies (sm_80 and newer) --------------------------------------------------------
+// ---- tensor cores and asynchronous copies (sm_80 and newer) -----------------------------------------------
 
 // d[16][8] += a[16][8] * b[8][8] for one warp. With g = lane / 4 and t = lane % 4 a lane holds
-// a: rows g, g+8 of column t, then rows g, g+8 of column t+4; b: rows t, t+4 of column g; d: columns 2t, 2t+1 of row g,
-// then of row g+8.
+// a: rows g, g+8 of column t, then rows g, g+8 of column t+4; b: rows t, t+4 of column g; d: columns 2t, 2t+1
+// of row g, then of row g+8.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef CUSIM
   cusim::mma_m16n8k8_tf32(d, a, b);
 #elif __CUDA_ARCH__ >= 800
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
@@ -92,23 +130,26 @@ __device__ __forceinline__ uint32_t round_tf32(float v) {
   return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
 }
 
-// v = big + small, big with a 10-bit mantissa; the tensor core cuts small to 10 bits too, an error of 2^-23 of v.
-// Values that are not finite come out as NaN sums, which the kernels replace (see exact sums there).
+// v = big + small, big with a 10-bit mantissa; the tensor core cuts small to 10 bits too, an error of 2^-23
+// of v. Values that are not finite come out as NaN sums, which the kernels replace (see exact sums there).
 __device__ __forceinline__ void split_tf32(float v, uint32_t &big, uint32_t &small) {
   big = (__float_as_uint(v) + 0x1000u) & 0xffffe000u;
   small = __float_as_uint(v - __uint_as_float(big));
 }
 
 // Copy BYTES (4 or 16) from global to shared memory without waiting; zeros where not `inside`.
-template <int BYTES> __device__ __forceinline__ void copy_async(float *shared, const float *global, bool inside = true) {
+template <int BYTES>
+__device__ __forceinline__ void copy_async(float *shared, const float *global, bool inside = true) {
 #ifdef CUSIM
   cusim::cp_async(shared, global, BYTES, inside ? BYTES : 0);
 #elif __CUDA_ARCH__ >= 800
   uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(inside ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global),
+                 "r"(inside ? 16 : 0));
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(address), "l"(global), "r"(inside ? 4 : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(address), "l"(global),
+                 "r"(inside ? 4 : 0));
 #endif
 }
 

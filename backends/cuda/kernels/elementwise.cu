@@ -1,10 +1,12 @@
 // One pointwise step with operands that broadcast.
 //   y[i] = function(x[i], a[i], b[i]),  i = (n, c, d, h, w)
 //
-// Layouts: y is contiguous in C order, OUTPUT; x, a and b have any strides (in elements, 0 where they broadcast) and hold
-// COMPUTE where `wide` is set, else STORAGE; a and b are plain numbers where the pointer is null.
+// Layouts: y is contiguous in C order, OUTPUT; x, a and b have any strides (in elements, 0 where they broadcast)
+// and hold COMPUTE where `wide` is set, else STORAGE; a and b are plain numbers where the pointer is null.
+//
 // A thread makes every gridDim*blockDim-th value. Indices are decoded in 32 bits where they fit, since 64-bit
 // divisions would cost more than the memory traffic. Ideal bytes: each operand once, y once.
+//
 // The host guarantees: y overlaps nothing.
 #include "chain.cuh"
 
@@ -26,11 +28,13 @@ CHECK_PARAMS(ElementwiseParams);
 
 __device__ __forceinline__ COMPUTE load(const Operand &operand, index_t at) {
   if (!operand.data) return COMPUTE(operand.number);
-  return operand.wide ? static_cast<const COMPUTE *>(operand.data)[at] : COMPUTE(static_cast<const STORAGE *>(operand.data)[at]);
+  return operand.wide ? static_cast<const COMPUTE *>(operand.data)[at]
+                      : COMPUTE(static_cast<const STORAGE *>(operand.data)[at]);
 }
 
 template <class Index> __device__ __forceinline__ void run(const ElementwiseParams &p) {
-  for (index_t i = index_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += index_t(gridDim.x) * blockDim.x) {
+  for (index_t i = index_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count;
+       i += index_t(gridDim.x) * blockDim.x) {
     Index rest = static_cast<Index>(i);
     index_t x = 0, a = 0, b = 0;
 #pragma unroll

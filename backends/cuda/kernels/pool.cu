@@ -2,8 +2,8 @@
 //   y[n,c,d,h,w] = max or mean of x[n,c, d*WD .. d*WD+WD-1, h*WH .. , w*WW .. ]
 //
 // Layouts: x (planes, ID, IH, IW), y (planes, OD, OH, OW), contiguous, INPUT and OUTPUT; planes = N*C.
-// A thread makes every gridDim*blockDim-th output. Neighbouring threads read neighbouring windows, so that a warp reads
-// whole lines. Ideal bytes: x once, y once. NaN wins in a maximum.
+// A thread makes every gridDim*blockDim-th output. Neighbouring threads read neighbouring windows, so that a
+// warp reads whole lines. Ideal bytes: x once, y once. NaN wins in a maximum.
 #include "chain.cuh"
 
 struct PoolParams {
@@ -16,7 +16,8 @@ struct PoolParams {
 CHECK_PARAMS(PoolParams);
 
 template <class Index> __device__ __forceinline__ void run(const PoolParams &p) {
-  for (index_t i = index_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += index_t(gridDim.x) * blockDim.x) {
+  for (index_t i = index_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count;
+       i += index_t(gridDim.x) * blockDim.x) {
     Index rest = static_cast<Index>(i);
     int w = static_cast<int>(rest % Index(p.out[2]));
     rest /= Index(p.out[2]);
@@ -24,8 +25,9 @@ template <class Index> __device__ __forceinline__ void run(const PoolParams &p) 
     rest /= Index(p.out[1]);
     int d = static_cast<int>(rest % Index(p.out[0]));
     index_t plane = static_cast<index_t>(rest / Index(p.out[0]));
-    const INPUT *corner = p.x + ((plane * p.in[0] + index_t(d) * p.window[0]) * p.in[1] + index_t(h) * p.window[1]) * p.in[2]
-                            + index_t(w) * p.window[2];
+    const INPUT *corner =
+        p.x + ((plane * p.in[0] + index_t(d) * p.window[0]) * p.in[1] + index_t(h) * p.window[1]) * p.in[2]
+        + index_t(w) * p.window[2];
     COMPUTE result = p.maximum ? COMPUTE(corner[0]) : COMPUTE(0);
     for (int a = 0; a < p.window[0]; a++)
       for (int b = 0; b < p.window[1]; b++)

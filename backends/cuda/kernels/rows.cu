@@ -1,18 +1,22 @@
 // Steps that look at many values at once: normalise, softmax and reductions, over any set of axes.
-//
-// The host splits the axes of x in kept ones, whose combinations are the rows, and others, whose combinations are a
-// row's items; axes that lie next to each other in memory are merged. x[row, item] = x[offset(row) + offset(item)].
-//   FUNCTION_NORMALIZE    y = (x - mean) / sqrt(variance + eps) * weight[channel] + bias[channel], biased variance
-//   FUNCTION_SOFTMAX      y = exp(x - max) / sum(exp(x - max))
-//   FUNCTION_SUM, _MEAN, _MAX, _LOG_SUM_EXP    y[row] = that of the row's items
+//   FUNCTION_NORMALIZE   y = (x - mean) / sqrt(variance + eps) * weight[channel] + bias[channel], biased variance
+//   FUNCTION_SOFTMAX     y = exp(x - max) / sum(exp(x - max))
+//   FUNCTION_SUM, _MEAN, _MAX, _LOG_SUM_EXP   y[row] = that of the row's items
 //
 // Layouts: x and y contiguous, INPUT and OUTPUT; y is shaped like x, or holds one value a row in order.
-// rows_by_block: a block owns a row at a time and its threads take the items in turn: for rows that lie in memory in
-// one piece. rows_by_thread: a thread owns a row at a time, neighbouring threads neighbouring rows: for rows across
-// the memory, such as the channels of a voxel.
-// Sums are kept in double and the variance is taken in a second pass around the mean, so that a large mean or a long
-// row costs no accuracy. Memory: two or three reads of x (small rows come from the cache), one write of y.
-// Shared memory: one value a thread. The host guarantees blockDim.x a power of two, at most 256; items >= 1.
+// Index maps: the host splits the axes of x in kept ones, whose combinations are the rows, and others, whose
+// combinations are a row's items; axes that are neighbours in memory are merged.
+//   x[row, item] = x[offset(row) + offset(item)]
+//
+// rows_by_block: a block owns a row at a time and its threads take the items in turn, for rows that lie in memory
+// in one piece. rows_by_thread: a thread owns a row at a time, neighbouring threads neighbouring rows, for rows
+// across the memory, such as the channels of a voxel. Sums are kept in double, and the variance is taken in a
+// second pass around the mean, so that a large mean or a long row costs no accuracy.
+//
+// Shared memory: one double a thread; two barriers and a tree for each sum of a block.
+// Bytes: two or three reads of x (small rows come from the cache), one write of y.
+//
+// The host guarantees: blockDim.x a power of two, at most 256; items >= 1.
 #include "chain.cuh"
 
 struct Axes {
@@ -74,15 +78,19 @@ struct ThreadTeam {
   template <class Join> __device__ double join(double value, Join) const { return value; }
 };
 
-template <class Team, class Map> __device__ __forceinline__ double sum(const RowsParams &p, const INPUT *x, Team team, Map map) {
+template <class Team, class Map>
+__device__ __forceinline__ double sum(const RowsParams &p, const INPUT *x, Team team, Map map) {
   double total = 0;
-  for (index_t i = team.first(); i < p.items; i += team.step()) total += double(map(COMPUTE(x[offset(p.item, i)])));
+  for (index_t i = team.first(); i < p.items; i += team.step())
+    total += double(map(COMPUTE(x[offset(p.item, i)])));
   return team.join(total, [](double a, double b) { return a + b; });
 }
 
-template <class Team> __device__ __forceinline__ COMPUTE maximum(const RowsParams &p, const INPUT *x, Team team) {
+template <class Team>
+__device__ __forceinline__ COMPUTE maximum(const RowsParams &p, const INPUT *x, Team team) {
   COMPUTE best = COMPUTE(x[0]);
-  for (index_t i = team.first(); i < p.items; i += team.step()) best = max_nan(best, COMPUTE(x[offset(p.item, i)]));
+  for (index_t i = team.first(); i < p.items; i += team.step())
+    best = max_nan(best, COMPUTE(x[offset(p.item, i)]));
   return COMPUTE(team.join(double(best), [](double a, double b) { return max_nan(a, b); }));
 }
 
@@ -91,7 +99,8 @@ template <class Team> __device__ __forceinline__ void run(const RowsParams &p, i
   const INPUT *x = p.x + start;
   if (p.function == FUNCTION_NORMALIZE) {
     const double mean = sum(p, x, team, [](COMPUTE v) { return v; }) / double(p.items);
-    const double variance = sum(p, x, team, [=](COMPUTE v) { return (double(v) - mean) * (double(v) - mean); }) / double(p.items);
+    const double variance =
+        sum(p, x, team, [=](COMPUTE v) { return (double(v) - mean) * (double(v) - mean); }) / double(p.items);
     const double factor = 1. / sqrt(variance + p.eps);
     for (index_t i = team.first(); i < p.items; i += team.step()) {
       const index_t at = start + offset(p.item, i);
@@ -130,6 +139,7 @@ extern "C" __global__ void rows_by_block(const RowsParams p) {
 }
 
 extern "C" __global__ void rows_by_thread(const RowsParams p) {
-  for (index_t row = index_t(blockIdx.x) * blockDim.x + threadIdx.x; row < p.rows; row += index_t(gridDim.x) * blockDim.x)
+  for (index_t row = index_t(blockIdx.x) * blockDim.x + threadIdx.x; row < p.rows;
+       row += index_t(gridDim.x) * blockDim.x)
     run(p, row, ThreadTeam{});
 }

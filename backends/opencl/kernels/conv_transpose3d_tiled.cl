@@ -21,24 +21,29 @@
 //   PHASES_PER_GROUP phases one after another: PLANES neighbouring phases along width, whose results then alternate in memory and
 //   are stored as whole lines; or all phases where pooling folds them, since then a window is exactly the phases of one position.
 //   Staging: consecutive work-items load consecutive positions, which lie side by side along width.
-//   Products: work-item (tm, tn) owns THREAD_M consecutive positions x THREAD_N consecutive channels in registers.
+//   Products: work-item (tm, tn) owns THREAD_M consecutive positions x THREAD_N consecutive channels, in registers. It also folds
+//   what lies there of each phase, after the steps that combine channels.
 //   Epilogue: results pass through local memory as [channel][column], column = position * PLANES + plane. There a work-item owns
 //   every LANES-th column and of it every SLICES-th channel. Channel-wise steps combine the slices of a column.
 //
-// Local memory: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N], results [RESULT_ROWS][COLUMNS] (over A and B where both are never needed
-// at once: RESULTS_AT 0), partial sums. Registers: THREAD_M*THREAD_N sums, and the next step's share of A and B, which is loaded
-// while the current one is multiplied. Barriers: two a step of K, three a phase, two a sum over slices.
+// Local memory: where the positions lie, [BLOCK_M]; twice A [BLOCK_K][BLOCK_M] and B [BLOCK_K][BLOCK_N], one being filled while the
+// other is multiplied; results [RESULT_ROWS][COLUMNS], over both where they are not needed any more by then (RESULTS_AT 0); partial
+// sums over slices. Registers: THREAD_M*THREAD_N sums, as many again with USE_FOLD, and the next step's share of A and B, which is
+// on its way while the current step is multiplied. Barriers: one a step of K, three a phase, two a sum over slices.
 // FLOPs 2*GEMM_M*GEMM_N*GEMM_K a phase; ideal bytes x + weights + y. Intensity of a work-group: BLOCK_M*BLOCK_N/(BLOCK_M + BLOCK_N)
 // multiply-adds a loaded value.
 //
 // The host guarantees: weights are finite (zeros stand for what lies outside the tensor); every block extent is a power of two; the
-// constraints of tiled.py's Tile; the global size is whole work-groups.
+// constraints of tiled.py's Tile; the global size is whole work-groups; batch and extents are below 2^31.
+//
+// No private array lives across a barrier: one CPU runtime's vectoriser mixes up their elements.
 
 #define STAGE_LANES (WORK_ITEMS < BLOCK_M ? WORK_ITEMS : BLOCK_M)  // work-items side by side along m while staging
 #define STAGE_SLICES (WORK_ITEMS / STAGE_LANES)
 #define STAGE_ROWS (BLOCK_K / STAGE_SLICES)     // rows of A that a work-item stages
 #define STAGE_COLUMNS (BLOCK_M / STAGE_LANES)   // columns of A that a work-item stages
 #define STAGE_WEIGHTS ((BLOCK_K * BLOCK_N + WORK_ITEMS - 1) / WORK_ITEMS)
+#define STAGE_SIZE (BLOCK_K * (BLOCK_M + BLOCK_N))
 #define THREADS_M (BLOCK_M / THREAD_M)
 #define THREADS_N (BLOCK_N / THREAD_N)
 #define INPUT_PLANE ((long)ID * IH * IW)
@@ -49,52 +54,53 @@ typedef PASTE(REAL, 4) real_4;
 typedef PASTE(REAL, 8) real_8;
 typedef PASTE(real_, THREAD_M) real_m;
 typedef PASTE(real_, THREAD_N) real_n;
-typedef union {
-  real_m v;
-  REAL s[THREAD_M];
-} lanes_m;
-typedef union {
-  real_n v;
-  REAL s[THREAD_N];
-} lanes_n;
 
-// Position m of the GEMM: where it lies, and where its image starts in x.
-typedef struct {
-  int inside, d, h, w;
-  size_t n;
-} position_t;
+// EACH_M(STATEMENT) is STATEMENT(0) ... STATEMENT(THREAD_M - 1), for components of vectors and for variables in registers.
+#define EACH_1(S) S(0)
+#define EACH_2(S) S(0) S(1)
+#define EACH_4(S) S(0) S(1) S(2) S(3)
+#define EACH_8(S) S(0) S(1) S(2) S(3) S(4) S(5) S(6) S(7)
+#define EACH_M PASTE(EACH_, THREAD_M)
+#define EACH_N PASTE(EACH_, THREAD_N)
+#if THREAD_M == 1
+#define COMPONENT_M(v, i) (v)
+#else
+#define COMPONENT_M(v, i) ((v).s##i)
+#endif
+#if THREAD_N == 1
+#define COMPONENT_N(v, j) (v)
+#else
+#define COMPONENT_N(v, j) ((v).s##j)
+#endif
 
-static position_t position_at(INDEX m) {
-  position_t p;
-  p.inside = m < POSITIONS;
-  if (!p.inside) m = 0;
-  p.w = m % POSITIONS_W;
+// Where position m of the GEMM lies: (d, h, w, image); image -1 behind the last position.
+static int4 place_of(INDEX m) {
+  if (m >= POSITIONS) return (int4)(0, 0, 0, -1);
+  const int w = m % POSITIONS_W;
   m /= POSITIONS_W;
-  p.h = m % POSITIONS_H;
+  const int h = m % POSITIONS_H;
   m /= POSITIONS_H;
-  p.d = m % POSITIONS_D;
-  p.n = m / POSITIONS_D;
-  return p;
+  return (int4)(m % POSITIONS_D, h, w, m / POSITIONS_D);
 }
 
-// Loads this work-item's share of one step of K into registers: taps tap .. tap + BLOCK_T - 1 of the phase, channels c0 .. of the
-// group. What lies outside the tensor, the phase's taps or the group's channels is not read, and counts as zero.
-static void fetch(REAL *restrict a, REAL *restrict b, global const REAL *restrict x, global const REAL *restrict weights,
-                  global const REAL *restrict operands, global const int4 *restrict taps, const int taps_left, const int c0,
-                  const int group, const position_t *columns) {
-  const int item = get_local_id(0), slice = item / STAGE_LANES;
+// Loads this work-item's share of a step of K into registers: the taps at `taps`, of which the phase has taps_left, and channels
+// c0 .. of the group. What lies outside the tensor, the phase's taps or the group's channels is not read, and counts as zero.
+static void fetch(REAL *a, REAL *b, global const REAL *x, global const REAL *weights,
+                  global const REAL *operands, global const int4 *taps, const int taps_left, const int c0,
+                  const int group, local const int4 *places) {
+  const int item = get_local_id(0), lane = item % STAGE_LANES, slice = item / STAGE_LANES;
 #pragma unroll
-  for (int i = 0; i < STAGE_ROWS; i++) {
-    const int k = slice + i * STAGE_SLICES;
-    const int slot = BLOCK_T == 1 ? 0 : k / BLOCK_C, c = c0 + (BLOCK_T == 1 ? k : k % BLOCK_C);
-    const int4 tap = taps[slot < taps_left ? slot : 0];
+  for (int j = 0; j < STAGE_COLUMNS; j++) {
+    const int4 place = places[lane + j * STAGE_LANES];
 #pragma unroll
-    for (int j = 0; j < STAGE_COLUMNS; j++) {
-      const int d = columns[j].d + tap.x, h = columns[j].h + tap.y, w = columns[j].w + tap.z;
+    for (int i = 0; i < STAGE_ROWS; i++) {
+      const int k = slice + i * STAGE_SLICES;
+      const int slot = BLOCK_T == 1 ? 0 : k / BLOCK_C, c = c0 + (BLOCK_T == 1 ? k : k % BLOCK_C);
+      const int4 input = place + taps[slot < taps_left ? slot : 0];
       REAL value = R(0.0);
-      if (columns[j].inside && slot < taps_left && c < GROUP_IC && (uint)d < ID && (uint)h < IH && (uint)w < IW) {
+      if (place.w >= 0 && slot < taps_left && c < GROUP_IC && (uint)input.x < ID && (uint)input.y < IH && (uint)input.z < IW) {
         const int channel = group * GROUP_IC + c;
-        value = x[((long)columns[j].n * IC + channel) * INPUT_PLANE + ((long)d * IH + h) * IW + w];
+        value = x[((long)place.w * IC + channel) * INPUT_PLANE + ((long)input.x * IH + input.y) * IW + input.z];
         PROLOGUE(value, channel);
       }
       a[i * STAGE_COLUMNS + j] = value;
@@ -107,80 +113,54 @@ static void fetch(REAL *restrict a, REAL *restrict b, global const REAL *restric
   }
 }
 
-// Writes what fetch loaded to local memory: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N].
-static void put(local REAL *restrict A, local REAL *restrict B, const REAL *restrict a, const REAL *restrict b) {
+// Writes what fetch loaded to local memory: A [BLOCK_K][BLOCK_M], then B [BLOCK_K][BLOCK_N].
+static void put(local REAL *stage, const REAL *a, const REAL *b) {
   const int item = get_local_id(0), lane = item % STAGE_LANES, slice = item / STAGE_LANES;
 #pragma unroll
   for (int i = 0; i < STAGE_ROWS; i++)
 #pragma unroll
     for (int j = 0; j < STAGE_COLUMNS; j++)
-      A[(slice + i * STAGE_SLICES) * BLOCK_M + lane + j * STAGE_LANES] = a[i * STAGE_COLUMNS + j];
+      stage[(slice + i * STAGE_SLICES) * BLOCK_M + lane + j * STAGE_LANES] = a[i * STAGE_COLUMNS + j];
 #pragma unroll
   for (int i = 0; i < STAGE_WEIGHTS; i++) {
     const int e = item + i * WORK_ITEMS;
-    if (BLOCK_K * BLOCK_N % WORK_ITEMS == 0 || e < BLOCK_K * BLOCK_N) B[e] = b[i];
+    if (BLOCK_K * BLOCK_N % WORK_ITEMS == 0 || e < BLOCK_K * BLOCK_N) stage[BLOCK_K * BLOCK_M + e] = b[i];
   }
 }
 
-// acc[j].s[i] = sum over K of A[k][THREAD_M*tm + i] * B[k][THREAD_N*tn + j], for one phase, group and channel tile.
-// phase: first tap and number of taps; weights: those of the channel tile.
-static void multiply(lanes_m *restrict acc, local REAL *restrict A, local REAL *restrict B, global const REAL *restrict x,
-                     global const REAL *restrict weights, global const REAL *restrict operands, global const int4 *restrict taps,
-                     const int2 phase, const int group, const position_t *columns) {
-  const int tm = get_local_id(0) % THREADS_M, tn = get_local_id(0) / THREADS_M;
-  local const real_m *Am = (local const real_m *)A + tm;
-  local const real_n *Bn = (local const real_n *)B + tn;
-  REAL a[STAGE_ROWS * STAGE_COLUMNS], b[STAGE_WEIGHTS];
-#pragma unroll
-  for (int j = 0; j < THREAD_N; j++) acc[j].v = (real_m)(R(0.0));
-  taps += phase.x;
-  weights += (size_t)phase.x * (PADDED_IC * BLOCK_N);
-  if (phase.y > 0) fetch(a, b, x, weights, operands, taps, phase.y, 0, group, columns);
-  for (int tap = 0; tap < phase.y; tap += BLOCK_T)
-    for (int c0 = 0; c0 < PADDED_IC; c0 += BLOCK_C) {
-      barrier(CLK_LOCAL_MEM_FENCE);  // nobody reads the step before, or the results that lie over it
-      put(A, B, a, b);
-      barrier(CLK_LOCAL_MEM_FENCE);  // the whole step is there
-      const int last = c0 + BLOCK_C == PADDED_IC, next = last ? tap + BLOCK_T : tap, next_c0 = last ? 0 : c0 + BLOCK_C;
-      if (next < phase.y)
-        fetch(a, b, x, weights + ((size_t)next * PADDED_IC + next_c0) * BLOCK_N, operands, taps + next, phase.y - next, next_c0, group,
-              columns);
-#pragma unroll
-      for (int k = 0; k < BLOCK_K; k++) {
-        const real_m am = Am[k * THREADS_M];
-        lanes_n bn;
-        bn.v = Bn[k * THREADS_N];
-#pragma unroll
-        for (int j = 0; j < THREAD_N; j++) acc[j].v = fma(am, (real_m)(bn.s[j]), acc[j].v);
-      }
-    }
+// Writes one channel's sums to its row of results, with the pointwise steps that ride on them. first: of this work-item's columns.
+static void keep_sums(local REAL *first, const real_m sums, const int channel, global const REAL *operands) {
+#define KEEP_SUM(i)                     \
+  {                                     \
+    REAL value = COMPONENT_M(sums, i);  \
+    CONV_TAIL(value, channel);          \
+    first[i * PLANES] = value;          \
+  }
+  EACH_M(KEEP_SUM)
 }
 
-// Writes the sums of one channel tile, with the steps that ride on them, to results [row][COLUMNS]. channel: the tile's first one.
-static void keep(local REAL *restrict results, const lanes_m *acc, const int channel, const int channels, const int plane,
-                 global const REAL *restrict operands) {
-  const int tm = get_local_id(0) % THREADS_M, tn = get_local_id(0) / THREADS_M;
-#pragma unroll
-  for (int j = 0; j < THREAD_N; j++) {
-    const int n = tn * THREAD_N + j;
-    if (n < channels)
-#pragma unroll
-      for (int i = 0; i < THREAD_M; i++) {
-        REAL value = acc[j].s[i];
-        CONV_TAIL(value, channel + n);
-        results[n * COLUMNS + (tm * THREAD_M + i) * PLANES + plane] = value;
-      }
+#if USE_FOLD
+// Writes one channel's folded values to its row of results, with the pointwise steps that ride on them.
+static void keep_folded(local REAL *first, const real_m folded, const int channel, global const REAL *operands) {
+#define KEEP_FOLDED(i)                                  \
+  {                                                     \
+    REAL value = COMPONENT_M(folded, i) * FOLD_SHARE;   \
+    FOLD_TAIL(value, channel);                          \
+    first[i] = value;                                   \
   }
+  EACH_M(KEEP_FOLDED)
 }
+#endif
 
 __attribute__((reqd_work_group_size(WORK_ITEMS, 1, 1)))
 kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const REAL *restrict weights,
                                    global const REAL *restrict operands, global const int2 *restrict phases,
                                    global const int4 *restrict taps, global REAL *restrict y) {
   local REAL memory[LOCAL_ELEMENTS] __attribute__((aligned(64)));
+  local int4 places[BLOCK_M];
   local REAL partial[PARTIAL_ELEMENTS];
-  local REAL *const A = memory, *const B = memory + BLOCK_K * BLOCK_M, *const results = memory + RESULTS_AT;
-  const int item = get_local_id(0), lane = item % LANES, slice = item / LANES;
+  local REAL *const results = memory + RESULTS_AT;
+  const int item = get_local_id(0), tm = item % THREADS_M, tn = item / THREADS_M, lane = item % LANES, slice = item / LANES;
 
   size_t id = get_group_id(0);
   const int only_tile = id % CHANNEL_BLOCKS;
@@ -193,62 +173,89 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
   const int first_channel = first_tile / TILES * GROUP_OC + tile_channel;
   const int channels = USE_ALL_CHANNELS ? GROUPS * GROUP_OC : min(BLOCK_N, GROUP_OC - tile_channel);
 
-  position_t columns[STAGE_COLUMNS];
-#pragma unroll
-  for (int j = 0; j < STAGE_COLUMNS; j++) columns[j] = position_at(m0 + item % STAGE_LANES + j * STAGE_LANES);
-
+  for (int j = item; j < BLOCK_M; j += WORK_ITEMS) places[j] = place_of(m0 + j);
 #if USE_FOLD
-  REAL pooled[FOLD_ROWS * (COLUMNS / LANES)];
+#define DECLARE_FOLDED(j) real_m folded##j = (real_m)(R(0.0));
+  EACH_N(DECLARE_FOLDED)
 #endif
   for (int f = 0; f < PHASES_PER_GROUP; f++) {
+    const int2 phase = phases[first_phase + f];  // its first tap and number of taps
     for (int tile = first_tile; tile < end_tile; tile++) {
-      const int group = tile / TILES, c = tile % TILES * BLOCK_N, channel = group * GROUP_OC + c;
-      lanes_m acc[THREAD_N];
-      multiply(acc, A, B, x, weights + (size_t)tile * ((size_t)TAP_ROWS * PADDED_IC * BLOCK_N), operands, taps, phases[first_phase + f],
-               group, columns);
-      barrier(CLK_LOCAL_MEM_FENCE);  // nobody reads A and B, which results may lie over, or the results of the phase before
-      keep(results + (channel - first_channel) * COLUMNS, acc, channel, min(BLOCK_N, GROUP_OC - c), f % PLANES, operands);
+      const int group = tile / TILES, tile_c = tile % TILES * BLOCK_N, channel = group * GROUP_OC + tile_c;
+      global const REAL *w = weights + ((size_t)tile * TAP_ROWS + phase.x) * (PADDED_IC * BLOCK_N);
+#define DECLARE_SUMS(j) real_m sums##j = (real_m)(R(0.0));  // positions THREAD_M*tm ..., channel THREAD_N*tn + j
+      EACH_N(DECLARE_SUMS)
+      barrier(CLK_LOCAL_MEM_FENCE);  // places are there, and nobody reads the results before, which may lie over A and B
+      if (phase.y > 0) {
+        REAL a[STAGE_ROWS * STAGE_COLUMNS], b[STAGE_WEIGHTS];
+        fetch(a, b, x, w, operands, taps + phase.x, phase.y, 0, group, places);
+        put(memory, a, b);
+      }
+      barrier(CLK_LOCAL_MEM_FENCE);  // the first step is there
+      int filled = 0;
+      for (int tap = 0; tap < phase.y; tap += BLOCK_T)
+        for (int c0 = 0; c0 < PADDED_IC; c0 += BLOCK_C) {
+          const int last = c0 + BLOCK_C == PADDED_IC, next = last ? tap + BLOCK_T : tap, next_c0 = last ? 0 : c0 + BLOCK_C;
+          REAL a[STAGE_ROWS * STAGE_COLUMNS], b[STAGE_WEIGHTS];
+          if (next < phase.y)
+            fetch(a, b, x, w + ((size_t)next * PADDED_IC + next_c0) * BLOCK_N, operands, taps + phase.x + next, phase.y - next, next_c0,
+                  group, places);
+          local const real_m *A = (local const real_m *)(memory + filled * STAGE_SIZE) + tm;
+          local const real_n *B = (local const real_n *)(memory + filled * STAGE_SIZE + BLOCK_K * BLOCK_M) + tn;
+#pragma unroll
+          for (int k = 0; k < BLOCK_K; k++) {
+            const real_m am = A[k * THREADS_M];
+            const real_n bn = B[k * THREADS_N];
+#define ADD_PRODUCTS(j) sums##j = fma(am, (real_m)(COMPONENT_N(bn, j)), sums##j);
+            EACH_N(ADD_PRODUCTS)
+          }
+          filled = 1 - filled;
+          if (next < phase.y) put(memory + filled * STAGE_SIZE, a, b);
+          barrier(CLK_LOCAL_MEM_FENCE);  // the next step is there, and nobody reads the current one
+        }
+      local REAL *own = results + (channel - first_channel + tn * THREAD_N) * COLUMNS + tm * (THREAD_M * PLANES) + f % PLANES;
+      const int own_channels = min(BLOCK_N, GROUP_OC - tile_c) - tn * THREAD_N;
+#define KEEP_SUMS(j) \
+  if (j < own_channels) keep_sums(own + j * COLUMNS, sums##j, channel + tn * THREAD_N + j, operands);
+      EACH_N(KEEP_SUMS)
     }
     barrier(CLK_LOCAL_MEM_FENCE);  // the phase's results are there
 #if USE_FOLD
     STAGES_BEFORE_FOLD;
-    // Everybody folds the elements that only they have touched since the last barrier.
-#pragma unroll
-    for (int i = 0; i < FOLD_ROWS * (COLUMNS / LANES); i++) {
-      const int row = slice + i / (COLUMNS / LANES) * SLICES;
-      if (row < FOLD_CHANNELS) {
-        const REAL value = results[row * COLUMNS + lane + i % (COLUMNS / LANES) * LANES];
-        pooled[i] = f == 0 ? value : FOLD_COMBINE(pooled[i], value);
-      }
-    }
+    // One channel tile holds all that is folded.
+    local const real_m *own = (local const real_m *)(results + tn * (THREAD_N * COLUMNS)) + tm;
+#define FOLD(j)                                                        \
+  if (tn * THREAD_N + j < FOLD_CHANNELS) {                             \
+    const real_m value = own[j * THREADS_M];                           \
+    folded##j = f == 0 ? value : FOLD_COMBINE(folded##j, value);       \
+  }
+    EACH_N(FOLD)
 #endif
   }
 #if USE_FOLD
-  for (int i = 0; i < FOLD_ROWS * (COLUMNS / LANES); i++) {
-    const int row = slice + i / (COLUMNS / LANES) * SLICES;
-    if (row < FOLD_CHANNELS) {
-      REAL value = pooled[i] * FOLD_SHARE;
-      FOLD_TAIL(value, first_channel + row);
-      results[row * COLUMNS + lane + i % (COLUMNS / LANES) * LANES] = value;
-    }
-  }
+  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has folded
+  local REAL *own = results + tn * (THREAD_N * COLUMNS) + tm * THREAD_M;
+#define KEEP_ALL_FOLDED(j) \
+  if (tn * THREAD_N + j < FOLD_CHANNELS) keep_folded(own + j * COLUMNS, folded##j, first_channel + tn * THREAD_N + j, operands);
+  EACH_N(KEEP_ALL_FOLDED)
+  barrier(CLK_LOCAL_MEM_FENCE);  // the folded results are there
   STAGES_AFTER_FOLD;
 #else
   STAGES_BEFORE_FOLD;
 #endif
 
-  // Consecutive work-items store consecutive columns. Everybody stores the elements that only they have touched.
+  // Consecutive work-items store consecutive columns. Everybody stores the elements that only they have touched since the last barrier.
   for (int column = lane; column < COLUMNS; column += LANES) {
-    const position_t p = position_at(m0 + column / PLANES);
-    int d = p.d, h = p.h, w = p.w;
+    const int4 place = places[column / PLANES];
+    int d = place.x, h = place.y, w = place.z;
 #if !USE_FOLD
     const int phase = first_phase + column % PLANES;
     d = d * STRIDE_D + phase / (STRIDE_W * STRIDE_H);
     h = h * STRIDE_H + phase / STRIDE_W % STRIDE_H;
     w = w * STRIDE_W + phase % STRIDE_W;
 #endif
-    if (!p.inside || d >= OUT_D || h >= OUT_H || w >= OUT_W) continue;
-    global REAL *out = y + ((p.n * OUT_C + OUT_CHANNEL) * OUT_D + d) * ((size_t)OUT_H * OUT_W) + (size_t)h * OUT_W + w;
+    if (place.w < 0 || d >= OUT_D || h >= OUT_H || w >= OUT_W) continue;
+    global REAL *out = y + (((size_t)place.w * OUT_C + OUT_CHANNEL) * OUT_D + d) * ((size_t)OUT_H * OUT_W) + (size_t)h * OUT_W + w;
     for (int row = slice; row < OUT_ROWS; row += SLICES) out[(size_t)row * ((size_t)OUT_D * OUT_H * OUT_W)] = results[row * COLUMNS + column];
   }
 }

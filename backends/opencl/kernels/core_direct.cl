@@ -3,10 +3,12 @@
 // The box's input rows are packed once, [plane][channel][row][PITCH], zero where a tap may reach outside along height and width;
 // planes outside the tensor are skipped. Every tap is then a shifted read of the packed lines.
 
+#if CHUNKS > WIDE_CHUNKS
 #define TILE_W 1
 #include "conv_tile.cl"
 #undef TILE_W
-#if THREAD_W > 1
+#endif
+#if WIDE_CHUNKS > 0
 #define TILE_W THREAD_W
 #include "conv_tile.cl"
 #undef TILE_W
@@ -52,13 +54,16 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
         const int channel = group * GROUP_OC + c;
         for (int md = 0; md < BOX_D; md++) {
           global REAL *line = lines + ((size_t)(md * LINE_CHANNELS + channel) * STRIDE_W + rw) * LINE;
-          int chunk = 0;
-#if THREAD_W > 1
-          for (; chunk < WIDE_CHUNKS; chunk++)
-            PASTE(conv_tile_, THREAD_W)(xg + CHUNK_X[chunk], first_d, rd, rh, rw, w, md, line + CHUNK_LINE[chunk], operands, channel);
+          for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            global const REAL *xc = xg + CHUNK_X[chunk];
+            global REAL *lc = line + CHUNK_LINE[chunk];
+#if WIDE_CHUNKS > 0
+            if (chunk < WIDE_CHUNKS) PASTE(conv_tile_, THREAD_W)(xc, first_d, rd, rh, rw, w, md, lc, operands, channel);
 #endif
-          for (; chunk < CHUNKS; chunk++)
-            conv_tile_1(xg + CHUNK_X[chunk], first_d, rd, rh, rw, w, md, line + CHUNK_LINE[chunk], operands, channel);
+#if CHUNKS > WIDE_CHUNKS
+            if (chunk >= WIDE_CHUNKS) conv_tile_1(xc, first_d, rd, rh, rw, w, md, lc, operands, channel);
+#endif
+          }
         }
       }
     }

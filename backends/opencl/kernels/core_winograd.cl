@@ -17,19 +17,20 @@
 //   v  [height component][IC][CHANNEL]: transformed lines of one depth component; tile row i lies at i * PITCH and serves output
 //      rows 2i and 2i + 1. Gaps between rows are zero and serve as halo, as in the direct core.
 //   e  [input row][EDGE]: one channel's rows, combined along depth.
-//   z  [height component][THREAD_C][TILE_W * VEC]: register tiles between product and inverse transform.
 //   lines  [depth tile][jd][jh][channel][rw][LINE]
 // Weights: for each (rd, rh, depth component, rw) [group][channel tile][height component][KW taps][IC/groups][THREAD_C].
 //
 // Only for finite data: a sum of an infinity with its opposite is NaN, and a NaN spreads over its tile. Results that are not
 // finite set the launch's flag, and the caller repeats it with the direct core.
 
+#if CHUNKS > WIDE_CHUNKS
 #define TILE_W 1
-#include "winograd_tile.cl"
+#include "winograd_tiles.cl"
 #undef TILE_W
-#if THREAD_W > 1
+#endif
+#if WIDE_CHUNKS > 0
 #define TILE_W THREAD_W
-#include "winograd_tile.cl"
+#include "winograd_tiles.cl"
 #undef TILE_W
 #endif
 
@@ -68,7 +69,7 @@ static void begin_box(global REAL *restrict scratch, global const REAL *restrict
 static void convolve(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
                      const int rd, const int rh, global const REAL *restrict weights, global REAL *restrict lines,
                      global const REAL *restrict operands, real_v *poison) {
-  global REAL *const v = scratch + LEAD, *const e = scratch + SCRATCH_EDGE, *const z = scratch + SCRATCH_TILES;
+  global REAL *const v = scratch + LEAD, *const e = scratch + SCRATCH_EDGE;
   const int parts_d = PARTS_D[rd], parts_h = PARTS_H[rh];
   for (int tile = 0; tile < BOX_D / 2; tile++) {
     global REAL *const tile_lines = lines + (size_t)tile * (4 * LINE_CHANNELS * STRIDE_W * LINE);
@@ -83,19 +84,16 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
           for (int c = 0; c < GROUP_OC; c += THREAD_C, w += parts_h * part_weights) {
             const int channel = group * GROUP_OC + c;
             global REAL *line = tile_lines + (channel * STRIDE_W + rw) * LINE;
-            int chunk = 0;
-#if THREAD_W > 1
-            for (; chunk < WIDE_CHUNKS; chunk++) {
-              for (int b = 0; b < parts_h; b++)
-                PASTE(winograd_tile_, THREAD_W)(vg + b * (IC * CHANNEL) + CHUNK_X[chunk], rw, w + b * part_weights,
-                                                z + b * (THREAD_C * THREAD_W * VEC));
-              PASTE(winograd_inverse_, THREAD_W)(z, parts_d, part, parts_h, line + CHUNK_LINE[chunk], operands, channel, poison);
-            }
+            for (int chunk = 0; chunk < CHUNKS; chunk++) {
+              global const REAL *vc = vg + CHUNK_X[chunk];
+              global REAL *lc = line + CHUNK_LINE[chunk];
+#if WIDE_CHUNKS > 0
+              if (chunk < WIDE_CHUNKS)
+                PASTE(winograd_tiles_, THREAD_W)(parts_h, vc, rw, w, parts_d, part, lc, operands, channel, poison);
 #endif
-            for (; chunk < CHUNKS; chunk++) {
-              for (int b = 0; b < parts_h; b++)
-                winograd_tile_1(vg + b * (IC * CHANNEL) + CHUNK_X[chunk], rw, w + b * part_weights, z + b * (THREAD_C * VEC));
-              winograd_inverse_1(z, parts_d, part, parts_h, line + CHUNK_LINE[chunk], operands, channel, poison);
+#if CHUNKS > WIDE_CHUNKS
+              if (chunk >= WIDE_CHUNKS) winograd_tiles_1(parts_h, vc, rw, w, parts_d, part, lc, operands, channel, poison);
+#endif
             }
           }
         }

@@ -1,7 +1,7 @@
 // Stage of a tiled kernel: reduction over the channels of each column: [STAGE_CHANNELS][COLUMNS] becomes [1][COLUMNS], in place.
 // The host defines STAGE_COMBINE(a, b), STAGE_IDENTITY, STAGE_OVER_SLICES (sum or maximum that keeps NaN), STAGE_SHARE (1, or
 // 1/channels for a mean) and STAGE_TAIL(x, c).
-static void PASTE(stage_, STAGE)(local REAL *restrict results, local REAL *restrict partial, global const REAL *restrict operands,
+static void PASTE(stage_, STAGE)(local REAL *results, local REAL *partial, global const REAL *operands,
                                  const int lane, const int slice) {
   for (int column = lane; column < COLUMNS; column += LANES) {
     REAL value = STAGE_IDENTITY;

@@ -1,6 +1,6 @@
 // Stage of a tiled kernel: softmax over the channels of each column, with the true maximum subtracted.
 // results: [STAGE_CHANNELS][COLUMNS]. The host defines STAGE_TAIL(x, c).
-static void PASTE(stage_, STAGE)(local REAL *restrict results, local REAL *restrict partial, global const REAL *restrict operands,
+static void PASTE(stage_, STAGE)(local REAL *results, local REAL *partial, global const REAL *operands,
                                  const int lane, const int slice) {
   for (int column = lane; column < COLUMNS; column += LANES) {
     REAL largest = -INFINITY, total = R(0.0);

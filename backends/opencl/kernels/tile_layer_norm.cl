@@ -4,7 +4,7 @@
 //
 // Two passes over the deviations: the one-pass formula E[x^2] - E[x]^2 cancels when the mean is large.
 // results: [STAGE_CHANNELS][COLUMNS]. The host defines STAGE_EPS (an index into operands), STAGE_AFFINE(x, c) and STAGE_TAIL(x, c).
-static void PASTE(stage_, STAGE)(local REAL *restrict results, local REAL *restrict partial, global const REAL *restrict operands,
+static void PASTE(stage_, STAGE)(local REAL *results, local REAL *partial, global const REAL *operands,
                                  const int lane, const int slice) {
   const REAL share = R(1.0) / STAGE_CHANNELS;
   for (int column = lane; column < COLUMNS; column += LANES) {

@@ -2,7 +2,7 @@
 // SLICES-th channel. Every work-item of the group has to call these.
 
 // The sum of one value of each slice.
-static REAL sum_over_slices(const REAL value, local REAL *restrict partial, const int lane, const int slice) {
+static REAL sum_over_slices(const REAL value, local REAL *partial, const int lane, const int slice) {
   if (SLICES == 1) return value;
   partial[slice * LANES + lane] = value;
   barrier(CLK_LOCAL_MEM_FENCE);  // all partial values are there
@@ -13,7 +13,7 @@ static REAL sum_over_slices(const REAL value, local REAL *restrict partial, cons
 }
 
 // The largest value of the slices; NaN when any is NaN.
-static REAL max_over_slices(const REAL value, local REAL *restrict partial, const int lane, const int slice) {
+static REAL max_over_slices(const REAL value, local REAL *partial, const int lane, const int slice) {
   if (SLICES == 1) return value;
   partial[slice * LANES + lane] = value;
   barrier(CLK_LOCAL_MEM_FENCE);  // all partial values are there

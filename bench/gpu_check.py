@@ -1,0 +1,499 @@
+"""Everything there is to check on a machine with an NVIDIA GPU, in one go and under a time limit.
+
+    python bench/gpu_check.py --output bench/results/h100-2026-01-31.json [--wheels DIR] [--minutes 13]
+    DISPATCHER_CUDA_SIM=1 python bench/gpu_check.py --rehearse --output /tmp/rehearsal.json
+
+Steps, each in a process of its own with its own limit; the JSON file is written again after each of them:
+  device     the GPU, driver, compiler and library versions, and what the backend's probe says
+  tests      the CUDA tests on the real device
+  PROBLEM    each problem at its `kernelbench` size: checked against PyTorch in float64, then timed in float32
+             accuracy and in TF32 beside PyTorch eager and torch.compile, TF32 on and off, interleaved
+  memcheck, racecheck    compute-sanitizer on the `sample` cases
+  opencl     the OpenCL backend on the same GPU, where NVIDIA's OpenCL library is there
+
+``--wheels`` names a folder with wheels of PyCUDA and PyOpenCL and what they need, for a machine without
+network; they are installed to a temporary folder. ``--rehearse`` runs the same steps at the `sample` size,
+for the simulator. Times are medians in milliseconds. ``kernel_ms`` is taken between CUDA events around the
+launches, for PyTorch around the module's call; ``call_ms`` is one whole call of ours with arrays on the
+device, on the host's clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+Result = dict[str, Any]
+PACKAGES = ("numpy", "torch", "triton", "pycuda", "pyopencl")
+WARM_UP, REPEATS = 3, 20
+CHECKED_ITEMS = 2  # of the batch, in float64
+
+
+def use_simulator() -> None:
+    """Load the CUDA simulator where the environment asks for it."""
+    if os.environ.get("DISPATCHER_CUDA_SIM") == "1":
+        importlib.import_module("tests.cudasim").activate()
+
+
+# ---- the steps ---------------------------------------------------------------------------------------------
+def step_device(case: str) -> Result:
+    """What the machine is."""
+    use_simulator()
+    from backends.cuda import BACKEND, toolkit
+    from dispatcher.explanation import device_dict
+
+    found = toolkit.find()
+    result: Result = {
+        "host": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "nvcc": found if isinstance(found, str) else found.version.splitlines()[-1],
+        "devices": [device_dict(device) for device in BACKEND.probe()],
+    }
+    if shutil.which("nvidia-smi"):
+        query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,ecc.mode.current"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        result["nvidia_smi"] = subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    return result
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def step_tests(case: str) -> Result:
+    """The CUDA tests."""
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_cuda_*.py"))
+    if case == "sample":
+        files = [path for path in files if "numerics" in path]
+    environment = {**os.environ, "DISPATCHER_TEST_REQUIRE": "cuda"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "-rf",
+        *files,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.strip().splitlines() if line]
+    failed = [line for line in lines if line.startswith("FAILED")]
+    # Without pytest-timeout, pytest ends with a warning about an unknown option and nothing worse.
+    return {
+        "passed": done.returncode == 0,
+        "summary": lines[-1:],
+        "failed": failed,
+        "tail": lines[-40:] if failed else [],
+    }
+
+
+def step_sample(case: str) -> Result:
+    """Every problem's `sample` case, both precisions and algorithms, against the reference."""
+    use_simulator()
+    from backends.cuda import BACKEND
+    from dispatcher import problems
+    from dispatcher.inputs import random_tensors
+    from dispatcher.verification import verify_result
+
+    device = BACKEND.probe()[0]
+    result: Result = {}
+    for problem in problems():
+        name = problem if isinstance(problem, str) else problem.name
+        for precision in ("fp32", "tf32"):
+            for algorithm in ("auto", "fma"):
+                op = operator(name, "sample", precision)
+                tensors = random_tensors(op, 0)
+                output = BACKEND.compile(op, device, {"algorithm": algorithm})(tensors)
+                result[f"{name}/{precision}/{algorithm}"] = verify_result(op, tensors, output).passed
+    return {"passed": all(result.values()), "cases": result}
+
+
+def operator(name: str, case: str, precision: str) -> Any:
+    """A problem bound to a case."""
+    from dispatcher.arguments import bind_arguments, sort_arguments
+    from dispatcher.loader import load_problem
+
+    problem = load_problem(name)
+    arguments = sort_arguments(problem, {})
+    return bind_arguments(problem, arguments, case=case, dtype="float32", precision=precision)
+
+
+def torch_module(op: Any) -> Callable[..., Any]:
+    """The same pipeline in PyTorch, from the bound steps; takes the tensors by name."""
+    import torch
+    import torch.nn.functional as F
+
+    from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
+
+    def operand(tensors: dict[str, Any], item: Any) -> Any:
+        return item.value if isinstance(item, ScalarOperand) else tensors[item.name]
+
+    def pointwise(step: Pointwise, y: Any, values: list[Any]) -> Any:
+        match step.function:
+            case "add":
+                return y + values[0]
+            case "scale":
+                return y * values[0]
+            case "clamp":
+                return torch.clamp(y, values[0], values[1])
+            case "gelu":
+                return F.gelu(y)
+        raise NotImplementedError(step.function)
+
+    def run(**tensors: Any) -> Any:
+        y = tensors[op.source]
+        for step in op.steps:
+            match step:
+                case ConvTranspose3d():
+                    axes = step.geometry.axes
+                    y = F.conv_transpose3d(
+                        y,
+                        tensors[step.weight.name],
+                        None if step.bias is None else tensors[step.bias.name],
+                        [axis.stride for axis in axes],
+                        [axis.padding for axis in axes],
+                        [axis.output_padding for axis in axes],
+                        step.geometry.groups,
+                        [axis.dilation for axis in axes],
+                    )
+                case Pointwise():
+                    y = pointwise(step, y, [operand(tensors, item) for item in step.arguments])
+                case Normalize():
+                    channels_last = y.permute(0, 2, 3, 4, 1)
+                    y = F.layer_norm(channels_last, channels_last.shape[-1:], eps=step.eps).permute(
+                        0, 4, 1, 2, 3
+                    )
+                case Pool(function="max"):
+                    y = F.max_pool3d(y, step.window)
+                case Pool():
+                    y = F.avg_pool3d(y, step.window)
+                case Softmax():
+                    y = torch.softmax(y.flatten(2), 2).view(y.shape)
+                case Reduce(function="sum"):
+                    y = y.sum(step.axes, keepdim=True)
+        return y
+
+    return run
+
+
+def step_problem(case: str, name: str) -> Result:
+    """Check and time one problem."""
+    use_simulator()
+    from backends.cuda import BACKEND
+    from dispatcher.inputs import random_tensors
+    from dispatcher.interface import Timings
+
+    device = BACKEND.probe()[0]
+    operators = {precision: operator(name, case, precision) for precision in ("fp32", "tf32")}
+    op = operators["fp32"]
+    tensors = random_tensors(op, 0)
+    started = time.perf_counter()
+    ours = {precision: BACKEND.compile(each, device, {}) for precision, each in operators.items()}
+    result: Result = {"case": case, "gflop": op.flops / 1e9, "ideal_mb": op.ideal_bytes / 1e6,
+                      "compile_s": time.perf_counter() - started}  # fmt: skip
+    torch = _torch()
+    there = (
+        tensors if torch is None else {key: torch.from_numpy(value).cuda() for key, value in tensors.items()}
+    )
+    contenders: dict[str, Callable[[], tuple[float, float]]] = {}
+
+    def measure_ours(precision: str) -> Callable[[], tuple[float, float]]:
+        def once() -> tuple[float, float]:
+            begin = time.perf_counter()
+            ours[precision](there)
+            call = time.perf_counter() - begin
+            timings = Timings()
+            ours[precision](there, None, timings)
+            return 1e3 * timings.kernel_s, 1e3 * call
+
+        return once
+
+    for precision in operators:
+        contenders[f"ours {precision}"] = measure_ours(precision)
+    if torch is None:
+        result["torch"] = "not installed, or it sees no CUDA device"
+    else:
+        result["check"] = _check(torch, op, ours, there)
+        contenders.update(_torch_contenders(torch, op, there, result))
+    samples: dict[str, list[tuple[float, float]]] = {label: [] for label in contenders}
+    for turn in range(WARM_UP + (REPEATS if case == "kernelbench" else 2)):
+        for label, once in contenders.items():
+            sample = once()
+            if turn >= WARM_UP:
+                samples[label].append(sample)
+    result["times"] = {label: _summary(values) for label, values in samples.items()}
+    for precision, executable in ours.items():
+        timings = Timings()
+        executable(there, None, timings)
+        result[f"launches {precision}"] = [(label, 1e3 * seconds) for label, seconds in timings.launches]
+        result[f"plan {precision}"] = [
+            {"name": launch.name, "steps": launch.steps, "algorithm": launch.algorithm, **launch.detail}
+            for launch in executable.launches
+        ]
+    return result
+
+
+def _torch() -> Any:
+    """PyTorch, where it is installed and sees a GPU."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None
+    return torch if os.environ.get("DISPATCHER_CUDA_SIM") != "1" and torch.cuda.is_available() else None
+
+
+def _summary(values: list[tuple[float, float]]) -> Result:
+    kernel = [value for value, _ in values]
+    low, high = np.quantile(kernel, [0.25, 0.75])
+    return {
+        "kernel_ms": statistics.median(kernel),
+        "quartiles_ms": [float(low), float(high)],
+        "call_ms": statistics.median(call for _, call in values),
+        "samples": len(kernel),
+    }
+
+
+def _allow_tf32(torch: Any, allowed: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _check(torch: Any, op: Any, ours: dict[str, Any], there: dict[str, Any]) -> Result:
+    """Errors of ours and of PyTorch's float32 on a few batch items, relative to the largest value in
+    float64."""
+    _allow_tf32(torch, False)
+    batch = op.output_shape[0]
+    # Each batch item depends on its own input alone in all five problems.
+    few = {k: v[:CHECKED_ITEMS] if v.dim() == 5 and v.shape[0] == batch else v for k, v in there.items()}
+    module = torch_module(op)
+    exact = module(**{name: value.double() for name, value in few.items()})
+    size = float(exact.abs().max())
+
+    def error(got: Any) -> float:
+        return float((got.double() - exact).abs().max()) / size
+
+    results = {"torch fp32": error(module(**few))}
+    for precision, executable in ours.items():
+        got = torch.from_numpy(executable(there).get()[:CHECKED_ITEMS]).cuda()
+        results[f"ours {precision}"] = error(got)
+    return {
+        "max_error_over_max": results,
+        "passed": results["ours fp32"] <= max(4 * results["torch fp32"], 1e-5)
+        and results["ours tf32"] < 2e-2,
+    }
+
+
+def _torch_contenders(
+    torch: Any, op: Any, there: dict[str, Any], result: Result
+) -> dict[str, Callable[[], tuple[float, float]]]:
+    module = torch_module(op)
+    found = {}
+
+    def timed(function: Callable[..., Any], tf32: bool) -> Callable[[], tuple[float, float]]:
+        def once() -> tuple[float, float]:
+            _allow_tf32(torch, tf32)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin = time.perf_counter()
+            with torch.no_grad():
+                start.record()
+                function(**there)
+                end.record()
+            torch.cuda.synchronize()
+            return start.elapsed_time(end), 1e3 * (time.perf_counter() - begin)
+
+        return once
+
+    for tf32 in (True, False):
+        label = "tf32" if tf32 else "fp32"
+        for kind, function in (("eager", module), ("compile", torch.compile(module))):
+            once = timed(function, tf32)
+            try:
+                once()
+            except Exception as error:  # a missing compiler for Triton must not cost the rest
+                result[f"torch {kind} {label}"] = f"{type(error).__name__}: {str(error)[:300]}"
+                continue
+            found[f"torch {kind} {label}"] = once
+    return found
+
+
+def step_sanitizer(case: str, tool: str) -> Result:
+    """compute-sanitizer on the `sample` cases."""
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None or os.environ.get("DISPATCHER_CUDA_SIM") == "1":
+        return {"skipped": "compute-sanitizer is not there, or the device is simulated"}
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--step", "sample"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return {"passed": done.returncode == 0, "tail": lines[-30:]}
+
+
+def step_opencl(case: str) -> Result:
+    """The OpenCL backend on GPUs."""
+    from dispatcher import problems
+    from dispatcher.inputs import random_tensors
+    from dispatcher.interface import Timings
+    from dispatcher.registry import backend
+
+    opencl = backend("opencl")
+    gpus = [device for device in opencl.probe() if device.available and device.kind == "gpu"]
+    if not gpus:
+        return {"skipped": f"no OpenCL GPU: {[device.reason or device.name for device in opencl.probe()]}"}
+    result: Result = {"device": gpus[0].name}
+    for problem in problems():
+        name = problem if isinstance(problem, str) else problem.name
+        op = operator(name, case, "fp32")
+        tensors = random_tensors(op, 0, kind="uniform")
+        run = opencl.compile(op, gpus[0], {})
+        run(tensors)
+        timings = Timings()
+        run(tensors, None, timings)
+        result[name] = {"kernel_ms": 1e3 * timings.kernel_s}
+    return result
+
+
+# ---- the frame ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Step:
+    """A step's name, its time limit, and how it is run."""
+
+    name: str
+    limit_s: float
+    run: Callable[[str], Result]
+
+
+def steps() -> dict[str, Step]:
+    """All steps, in order."""
+    from dispatcher import problems
+
+    names = [problem if isinstance(problem, str) else problem.name for problem in problems()]
+    listed = [Step("device", 30, step_device), Step("tests", 150, step_tests)]
+    for name in names:
+        listed.append(Step(name, 90, lambda case, name=name: step_problem(case, name)))  # type: ignore[misc]
+    for tool in ("memcheck", "racecheck"):
+        listed.append(Step(tool, 60, lambda case, tool=tool: step_sanitizer(case, tool)))  # type: ignore[misc]
+    listed += [Step("opencl", 60, step_opencl), Step("sample", 60, step_sample)]
+    return {step.name: step for step in listed}
+
+
+def run_child(name: str, arguments: list[str], environment: dict[str, str], limit_s: float) -> Result:
+    """Run a step in a process of its own; a failure or a missed limit is a result too."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--step", name, "--output", str(path), *arguments]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+            )
+            result: Result = json.loads(path.read_text()) if path.exists() else {
+                "error": done.stderr.strip().splitlines()[-15:]
+            }  # fmt: skip
+        except subprocess.TimeoutExpired:
+            result = {"error": f"not done after {limit_s:.0f} s"}
+    return {"seconds": round(time.perf_counter() - started, 1), **result}
+
+
+def install(wheels: Path, folder: str) -> None:
+    """Install wheels to ``folder`` without a network."""
+    names = [str(path) for path in sorted(wheels.glob("*.whl"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        folder,
+    ]
+    subprocess.run([*command, *names], check=True)
+
+
+def main() -> int:
+    """Run all steps, or one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--minutes", type=float, default=13)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--step", help="run this step alone, in this process")
+    parser.add_argument("--only", nargs="+", help="run these steps only")
+    given = parser.parse_args()
+    case = "sample" if given.rehearse else "kernelbench"
+    if given.step:
+        result = steps()[given.step].run(case)
+        text = json.dumps(result, indent=1)
+        if given.output:
+            given.output.write_text(text)
+        else:
+            print(text)
+        return 0 if result.get("passed", True) else 1
+    if given.output is None:
+        parser.error("--output is needed")
+    deadline = time.monotonic() + 60 * given.minutes
+    report: Result = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "case": case,
+        "steps": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        environment = dict(os.environ)
+        if given.wheels:
+            install(given.wheels, folder)
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        for step in steps().values():
+            if step.name == "sample" or (given.only and step.name not in given.only):
+                continue
+            left = deadline - time.monotonic()
+            if left < 5:
+                report["steps"][step.name] = {"skipped": "no time left"}
+            else:
+                arguments = ["--rehearse"] if given.rehearse else []
+                report["steps"][step.name] = run_child(
+                    step.name, arguments, environment, min(step.limit_s, left)
+                )
+            given.output.write_text(json.dumps(report, indent=1) + "\n")
+            outcome = report["steps"][step.name]
+            brief = (
+                outcome.get("error")
+                or outcome.get("skipped")
+                or outcome.get("times")
+                or outcome.get("passed", "done")
+            )
+            print(f"{step.name}: {brief}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Random transposed convolutions, ours against PyTorch on the CPU: where is the OpenCL backend slow?
+
+    python bench/sweep.py                       40 geometries, every OpenCL CPU device
+    python bench/sweep.py --count 10 --seed 7 --devices opencl:1
+
+The geometries follow from the seed: strides 1 to 3 and kernels 1 to 5 on each axis, dilation 1 or 2, groups, odd
+channel counts, and between 0.2 and 5 GFLOP of work. Results are checked against the NumPy reference, then timed
+in turns with PyTorch (eager; and in its memory format channels_last_3d). The worst geometries come with the plan
+that `explain` gives. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench import measure  # noqa: E402
+from bench.cpu_peers import PEER_SLACK, PEERS, Call, Checker, Contender, ours  # noqa: E402
+from bench.measure import Summary, say  # noqa: E402
+from dispatcher import load_problem  # noqa: E402
+from dispatcher.errors import GeometryError  # noqa: E402
+from dispatcher.inputs import random_tensors  # noqa: E402
+from dispatcher.operator import Operator, bind  # noqa: E402
+
+PROGRAM, SCHEMA = "sweep", 1
+DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt", "torch")
+PROBLEM = "conv-transpose-3d-asym-input-sq-kernel"
+PEER_NAMES = ("torch", "torch-channels-last")
+COUNT, REPEATS, WORST = 40, 5, 5
+LEAST_FLOPS, MOST_FLOPS = 2e8, 5e9
+#: Elements of the input and of the output: larger ones would measure the memory only.
+MOST_ELEMENTS = 24_000_000
+CHANNELS = (1, 3, 5, 7, 8, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128)
+AXES = ("d", "h", "w")
+
+
+# ---- geometries --------------------------------------------------------------------------------------------
+def geometries(count: int, seed: int, scale: float = 1.0) -> list[dict[str, int]]:
+    """``count`` sets of sizes, the same for the same seed.
+
+    Args:
+        scale: of the work, for quick trials.
+    """
+    source = random.Random(seed)
+    problem = load_problem(PROBLEM)
+    found: list[dict[str, int]] = []
+    while len(found) < count:
+        sizes = random_sizes(source, math.exp(source.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS))) * scale)
+        try:
+            operator = bind(problem, sizes, {})
+        except GeometryError:
+            continue
+        elements = max(math.prod(operator.output_shape), math.prod(operator.tensor_shapes["input"]))
+        if LEAST_FLOPS * scale <= operator.flops <= MOST_FLOPS * scale and elements <= MOST_ELEMENTS:
+            found.append(sizes)
+    return found
+
+
+def random_sizes(source: random.Random, flops: float) -> dict[str, int]:
+    """Sizes of about ``flops`` operations; they may turn out impossible."""
+    groups = source.choice((1, 1, 1, 1, 2, 3, 4, 8))
+    in_group = source.choice([channels for channels in CHANNELS if channels * groups <= 192])
+    out_group = source.choice([channels for channels in CHANNELS if channels * groups <= 192])
+    sizes = {
+        "batch_size": source.choice((1, 1, 2, 3)),
+        "in_channels": in_group * groups,
+        "out_channels": out_group * groups,
+        "groups": groups,
+    }
+    for axis in AXES:
+        kernel, stride = source.choice((1, 2, 3, 3, 4, 5)), source.choice((1, 1, 2, 2, 3))
+        dilation = source.choice((1, 1, 1, 2))
+        sizes |= {
+            f"kernel_{axis}": kernel,
+            f"stride_{axis}": stride,
+            f"dilation_{axis}": dilation,
+            f"padding_{axis}": source.randint(0, dilation * (kernel - 1)) // source.choice((1, 2)),
+            f"output_padding_{axis}": source.randint(0, max(stride, dilation) - 1),
+        }
+    taps = math.prod(sizes[f"kernel_{axis}"] for axis in AXES)
+    voxels = flops / (2 * sizes["batch_size"] * sizes["in_channels"] * out_group * taps)
+    side = voxels ** (1 / 3)
+    depth = max(2, round(side * source.uniform(0.4, 1.2)))
+    height = max(2, round(side * source.uniform(0.6, 1.5)))
+    width = max(2, round(voxels / (depth * height)))
+    return sizes | {"depth": depth, "height": height, "width": width}
+
+
+def describe(sizes: Mapping[str, int]) -> str:
+    """A geometry in one line."""
+
+    def triple(name: str) -> str:
+        return ",".join(str(sizes[f"{name}_{axis}"]) for axis in AXES)
+
+    text = f"n{sizes['batch_size']} c{sizes['in_channels']}->{sizes['out_channels']}"
+    text += f" g{sizes['groups']}" if sizes["groups"] > 1 else ""
+    text += f" {sizes['depth']}x{sizes['height']}x{sizes['width']} k{triple('kernel')} s{triple('stride')}"
+    for name, letter, usual in (("padding", "p", 0), ("output_padding", "op", 0), ("dilation", "dil", 1)):
+        if any(sizes[f"{name}_{axis}"] != usual for axis in AXES):
+            text += f" {letter}{triple(name)}"
+    return text
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+def race(
+    operator: Operator, contenders: Sequence[Contender], probe: measure.FmaProbe, settings: argparse.Namespace
+) -> dict[str, Any]:
+    """Check and time every contender on one geometry."""
+    tensors = random_tensors(operator, settings.seed)
+    checker = Checker.of(operator, tensors)
+    calls: dict[str, Call] = {}
+    failures: dict[str, str] = {}
+    details: dict[str, dict[str, Any]] = {}
+    for contender in contenders:
+        try:
+            detail: dict[str, Any] = {}
+            if contender.device is not None:
+                call, compiled = ours(operator, tensors, contender.device)
+            else:
+                call = PEERS[contender.name][1](operator, tensors, measure.cores())
+            detail["error_over_bound"], reason = checker.check(call(), 1.0 if contender.device else PEER_SLACK)
+            if reason:
+                raise ArithmeticError(reason)
+            if contender.device is not None:
+                detail["launches"] = compiled.explain().as_dict()["launches"]
+            call()
+        except ImportError as error:
+            failures[contender.name] = f"not installed ({measure.one_line(error)})"
+        except Exception as error:
+            failures[contender.name] = measure.one_line(error)
+        else:
+            calls[contender.name], details[contender.name] = call, detail
+    sampling = measure.interleave(calls, probe, repeats=settings.repeats, limit=settings.quiet_limit)
+    failures |= sampling.failures
+    return {
+        "geometry": describe(operator.sizes),
+        "sizes": dict(operator.sizes),
+        "output_shape": list(operator.output_shape),
+        "flops": operator.flops,
+        "ideal_bytes": operator.ideal_bytes,
+        "failures": failures,
+        "results": {
+            key: {**details[key], "samples": [[s.seconds, s.before, s.after] for s in samples]}
+            for key, samples in sampling.samples.items()
+            if key not in failures and samples
+        },
+    }
+
+
+def conclude(entry: dict[str, Any], contenders: Sequence[Contender], threshold: float) -> None:
+    """Put summaries, the best peer and ratios into an entry."""
+    summaries: dict[str, Summary] = {}
+    for name, result in entry["results"].items():
+        samples = [measure.Sample(*sample) for sample in result["samples"]]
+        summaries[name] = measure.summarise(samples, threshold)
+        result.update(measure.summary_dict(samples, summaries[name]))
+        result["gflops"] = entry["flops"] / summaries[name].median_s / 1e9
+    mine = [each.name for each in contenders if each.device is not None and each.name in summaries]
+    peers = [name for name in summaries if name not in mine]
+    best = min(peers, key=lambda name: summaries[name].median_s) if peers else None
+    entry["best_peer"] = best
+    entry["ratios"] = (
+        {} if best is None else {name: asdict(measure.ratio(summaries[best], summaries[name])) for name in mine}
+    )
+
+
+def overview(entries: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Minimum, quartiles and median of a device's ratios, and its worst geometries."""
+    ratios = {index: entry["ratios"][name]["value"] for index, entry in enumerate(entries) if name in entry["ratios"]}
+    if not ratios:
+        return {"count": 0, "worst": []}
+    low, high = measure.quartiles(list(ratios.values()))
+    return {
+        "count": len(ratios),
+        "min": min(ratios.values()),
+        "first_quartile": low,
+        "median": statistics.median(ratios.values()),
+        "third_quartile": high,
+        "max": max(ratios.values()),
+        "slower_than_peer": sum(value < 1 for value in ratios.values()),
+        "worst": sorted(ratios, key=ratios.__getitem__)[:WORST],
+    }
+
+
+# ---- reporting ---------------------------------------------------------------------------------------------
+def plan(launches: Sequence[Mapping[str, Any]]) -> str:
+    """Launches in one line: algorithm, tile, and why."""
+    parts = []
+    for launch in launches:
+        detail = dict(launch["detail"])
+        why = detail.pop("why", "")
+        text = ", ".join(f"{key} {value}" for key, value in detail.items())
+        parts.append(f"{launch['algorithm']} ({why}): {text}" if why else f"{launch['algorithm']}: {text}")
+    return "; ".join(parts)
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """The table of all geometries, and the worst ones with their plans."""
+    names = [each["name"] for each in report["contenders"]]
+    labels = {each["name"]: each["label"] for each in report["contenders"]}
+    mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
+    columns = [f"{labels[name]}, ms" for name in names] + [f"ratio, {labels[name]}" for name in mine]
+    lines = ["| | geometry | GFLOP | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for index, entry in enumerate(report["entries"]):
+        cells = []
+        for name in names:
+            result = entry["results"].get(name)
+            mark = "~" if result and result["noisy"] else ""
+            cells.append("–" if result is None else f"{mark}{1e3 * result['median_s']:.2f}")
+        cells += [f"{entry['ratios'][name]['value']:.2f}" if name in entry["ratios"] else "–" for name in mine]
+        lines.append(f"| {index} | {entry['geometry']} | {entry['flops'] / 1e9:.2f} | " + " | ".join(cells) + " |")
+    for name in mine:
+        found = report["overviews"][name]
+        if not found["count"]:
+            continue
+        lines += [
+            "",
+            f"{labels[name]}: best PyTorch / ours over {found['count']} geometries: min {found['min']:.2f}, "
+            f"quartiles {found['first_quartile']:.2f} and {found['third_quartile']:.2f}, median "
+            f"{found['median']:.2f}, max {found['max']:.2f}; slower than PyTorch on {found['slower_than_peer']}.",
+        ]
+        for index in found["worst"]:
+            entry = report["entries"][index]
+            lines += [
+                f"- {entry['ratios'][name]['value']:.2f}: {index}, {entry['geometry']}, "
+                f"{entry['results'][name]['gflops']:.0f} GFLOP/s",
+                f"  {plan(entry['results'][name]['launches'])}",
+            ]
+    failures = [
+        f"- {entry['geometry']}, {labels[name]}: {reason}"
+        for entry in report["entries"]
+        for name, reason in entry["failures"].items()
+    ]
+    failures += [f"- {name} is left out: {reason}" for name, reason in report["left_out"].items()]
+    if failures:
+        lines += ["", "Not measured:", *failures]
+    results = [result for entry in report["entries"] for result in entry["results"].values()]
+    kept, dropped = (sum(result[key] for result in results) for key in ("kept", "dropped"))
+    lines += ["", f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them."]
+    return "\n".join(lines)
+
+
+# ---- the program -------------------------------------------------------------------------------------------
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    measure.add_common_arguments(parser, REPEATS)
+    parser.add_argument("--count", type=measure.at_least(1), default=COUNT, help="geometries (default: %(default)s)")
+    parser.add_argument("--seed", type=measure.at_least(0), default=0, help="of the geometries and the tensors")
+    parser.add_argument("--scale", type=measure.positive, default=1.0, help="factor on the work, for quick trials")
+    parser.add_argument("--only", type=measure.at_least(0), nargs="+", metavar="INDEX",
+                        help="measure only the geometries with these numbers")  # fmt: skip
+    parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=list(PEER_NAMES), metavar="NAME",
+                        help=f"of {', '.join(PEER_NAMES)} (default: both)")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def run(settings: argparse.Namespace) -> dict[str, Any]:
+    """Measure every geometry.
+
+    Raises:
+        SystemExit: see :func:`bench.measure.start`.
+    """
+    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS, settings.force)
+    devices, left_out, probe = measure.start(settings)
+    contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
+    contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
+    problem = load_problem(PROBLEM)
+    chosen = list(enumerate(geometries(settings.count, settings.seed, settings.scale)))
+    if settings.only is not None:
+        chosen = [(index, sizes) for index, sizes in chosen if index in settings.only]
+    entries = []
+    for index, sizes in chosen:
+        say(f"{index} of {settings.count}: {describe(sizes)}")
+        entries.append({"index": index, **race(bind(problem, sizes, {}), contenders, probe, settings)})
+    for entry in entries:
+        conclude(entry, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
+    return {
+        **head,
+        "threads": measure.cores(),
+        "precision": "float32",
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+        "scale": settings.scale,
+        "probe": measure.probe_facts(probe, settings.quiet_limit),
+        "left_out": left_out,
+        "contenders": [asdict(contender) for contender in contenders],
+        "entries": entries,
+        "overviews": {
+            each.name: overview(entries, each.name) for each in contenders if each.device is not None
+        },
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the results, print the table."""
+    settings = parse(arguments)
+    report = run(settings)
+    path = settings.output or measure.RESULTS / f"{PROGRAM}-{report['date']}.json"
+    measure.write_json(path, report)
+    print(report_text(report))
+    say(f"results: {path}")
+    mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
+    return 1 if any(mine & set(entry["failures"]) for entry in report["entries"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
