@@ -1,7 +1,8 @@
 # make run     install with an OpenCL runtime for the CPU, run one problem, check it against NumPy
 # make test    install what the tests need and run them
 # make check   lint, formatting, types and tests
-# make bench   time every problem on the OpenCL device
+# make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
+#              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
 
 PYTHON ?= python3
@@ -10,6 +11,8 @@ BIN := $(VENV)/bin
 # The stamps say which extras are installed; they are renewed when pyproject.toml changes.
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+BENCH_STAMP := $(VENV)/.installed-bench
+BENCH ?=
 
 .PHONY: run test check bench clean
 
@@ -25,8 +28,8 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
-bench: $(RUN_STAMP)
-	$(BIN)/dispatcher bench --device opencl --case kernelbench
+bench: $(BENCH_STAMP)
+	$(BIN)/python bench/cpu_peers.py $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -41,4 +44,8 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	touch $@ $(RUN_STAMP)
+
+$(BENCH_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,bench]'
 	touch $@ $(RUN_STAMP)

@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,9 +109,8 @@ def scalar(operand: Any) -> float:
 def ours(operator: Operator, tensors: Tensors, device: str) -> tuple[Call, Any]:
     """A call of our compiled operator, and the operator."""
     constants = {name: array for name, array in tensors.items() if name != operator.source}
-    compiled = dispatcher.compile(
-        operator.problem, device=device, **operator.sizes, **operator.scalars, **constants
-    )
+    known: dict[str, Any] = {**operator.sizes, **operator.scalars, **constants}
+    compiled = dispatcher.compile(operator.problem, device=device, **known)
     x = {operator.source: tensors[operator.source]}
     return lambda: np.asarray(compiled(**x)), compiled
 
@@ -402,26 +402,30 @@ class Contender:
 
 def race(
     operator: Operator,
-    label: str,
+    title: str,
     contenders: Sequence[Contender],
     probe: measure.FmaProbe,
     settings: argparse.Namespace,
+    seed: int = SEED,
 ) -> dict[str, Any]:
     """Prepare, check and time every contender on one operator.
 
+    Args:
+        title: what progress lines say of it.
+        seed: of the tensors.
+
     Returns:
-        What the result file holds of a case, but for what depends on the whole run's fastest probe; see
-        :func:`conclude`.
+        Why contenders failed, and of the others the samples and what is known of them. Statistics come later,
+        since they depend on the whole run's fastest probe; see :func:`conclude`.
     """
-    name = operator.problem.name
-    tensors = random_tensors(operator, SEED)
-    say(f"{name}, {label}: reference")
+    tensors = random_tensors(operator, seed)
+    say(f"{title}: reference")
     checker = Checker.of(operator, tensors)
     calls: dict[str, Call] = {}
     failures: dict[str, str] = {}
     details: dict[str, dict[str, Any]] = {}
     for contender in contenders:
-        say(f"{name}, {label}: preparing {contender.label}")
+        say(f"{title}: preparing {contender.label}")
         begun = time.perf_counter()
         try:
             detail: dict[str, Any] = {}
@@ -446,7 +450,8 @@ def race(
         else:
             calls[contender.name], details[contender.name] = call, detail
         if contender.name in failures:
-            say(f"{contender.label} is out: {failures[contender.name]}")
+            say(f"{title}: {contender.label} is out: {failures[contender.name]}")
+    images = checker.images
     del checker
     gc.collect()
     sampling = measure.interleave(
@@ -454,19 +459,17 @@ def race(
         probe,
         repeats=settings.repeats,
         limit=settings.quiet_limit,
-        progress=lambda text: say(f"{name}, {label}: {text}"),
+        progress=lambda text: say(f"{title}: {text}"),
     )
     failures |= sampling.failures
     return {
-        "label": label,
-        **operator_dict(operator),
-        "batch": operator.output_shape[0],
-        "seed": SEED,
+        "seed": seed,
+        "verified_images": images,
         "failures": failures,
         "results": {
-            key: {**details[key], "samples": samples}
-            for key, samples in sampling.samples.items()
-            if key not in failures and samples
+            name: {**details[name], "samples": measure.sample_lists(samples)}
+            for name, samples in sampling.samples.items()
+            if name not in failures and samples
         },
     }
 
@@ -491,7 +494,8 @@ def conclude(case: dict[str, Any], contenders: Sequence[Contender], threshold: f
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
-BEGIN, END = "<!-- cpu-peers: {} -->", "<!-- cpu-peers: end -->"
+#: README's table stands between these; the first one names the file with its results.
+BEGIN, END = re.compile(r"<!-- cpu-peers: ?(\S*) -->"), "<!-- cpu-peers: end -->"
 
 
 def milliseconds(result: Mapping[str, Any] | None) -> str:
@@ -566,19 +570,17 @@ def table_region(text: str) -> tuple[int, int, str]:
     Raises:
         ValueError: a marker is missing.
     """
-    head, tail = BEGIN.split("{}")
-    end = text.find(END)
-    first = text.rfind(head, 0, max(end, 0))
-    close = text.find(tail, first)
-    if first < 0 or end < 0 or not first < close < end:
-        raise ValueError(f"the markers {BEGIN.format('FILE')} and {END} are missing")
-    return first, end, text[first + len(head) : close]
+    first = BEGIN.search(text)
+    end = -1 if first is None else text.find(END, first.end())
+    if first is None or end < 0:
+        raise ValueError(f"the markers <!-- cpu-peers: FILE --> and {END} are missing")
+    return first.start(), end, first[1]
 
 
 def with_table(text: str, name: str, report: Mapping[str, Any]) -> str:
     """``text`` with the table of ``report``, which is in the file ``name``, between its markers."""
     first, end, _ = table_region(text)
-    return text[:first] + f"{BEGIN.format(name)}\n\n{table(report)}\n\n" + text[end:]
+    return f"{text[:first]}<!-- cpu-peers: {name} -->\n\n{table(report)}\n\n{text[end:]}"
 
 
 # ---- the chart ---------------------------------------------------------------------------------------------
@@ -753,14 +755,13 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS, settings.force)
     devices, left_out, probe = measure.start(settings)
     contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
-    for device in devices:
-        platform = str(device.facts.get("platform", device.name))
-        known = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}.get(platform, platform)
-        contenders.append(Contender(device.id, f"ours on {known}", device.id))
-    cases = [race(operator, label, contenders, probe, settings) for operator, label in cases_of(settings)]
+    contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
+    cases = []
+    for operator, label in cases_of(settings):
+        facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
+        title = f"{operator.problem.name}, {label}"
+        cases.append({**facts, **race(operator, title, contenders, probe, settings)})
     for case in cases:
-        for result in case["results"].values():
-            result["samples"] = [[s.seconds, s.before, s.after] for s in result["samples"]]
         conclude(case, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
     return {
         **head,
@@ -791,6 +792,8 @@ def read_report(path: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     settings = parse(arguments)
+    if settings.table:
+        table_region(settings.readme.read_text(encoding="utf-8"))  # rather now than after all the measuring
     if settings.source is not None:
         path, report = settings.source.resolve(), read_report(settings.source)
     else:

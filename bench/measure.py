@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 import time
@@ -42,6 +43,8 @@ ROUNDS_PER_REPEAT = 3
 BUSY_LOAD = 0.25
 
 MEBIBYTE = 1 << 20
+
+SHORT_PLATFORMS = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
@@ -189,7 +192,8 @@ class FmaProbe:
             start = time.perf_counter()
             cl.enqueue_nd_range_kernel(queue, chain_kernel, (items,), (1,))
             queue.finish()
-            return 2.0 * vec * chains * steps * items / (time.perf_counter() - start) / 1e9
+            seconds = time.perf_counter() - start
+            return float(2.0 * vec * chains * steps * items / seconds / 1e9)
 
         steps = 1000
         rate = max(run(steps) for _ in range(5))
@@ -308,8 +312,8 @@ def busy_reason(load: float | None) -> str | None:
     if load is None or load <= allowed:
         return None
     return (
-        f"the load average of the last minute is {load:.2f}, above {allowed:.2f}: others use this machine, or "
-        "did a moment ago; wait until it is quiet, or pass --force to measure all the same"
+        f"the load average of the last minute is {load:.2f}, above {allowed:.2f}: others use this machine, "
+        "or did a moment ago; wait until it is quiet, or pass --force to measure all the same"
     )
 
 
@@ -333,9 +337,8 @@ def machine_facts() -> dict[str, Any]:
     }
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        fields = dict(
-            (part.strip() for part in line.split(":", 1)) for line in text.splitlines() if ":" in line
-        )
+        pairs = (line.partition(":") for line in text.splitlines())
+        fields = {name.strip(): value.strip() for name, _, value in pairs}
         facts["cpu"] = fields.get("model name", facts["cpu"])
         if "cpu family" in fields:
             facts["cpu_family_model"] = f"{fields['cpu family']}/{fields.get('model', '?')}"
@@ -377,13 +380,20 @@ def probe_facts(probe: FmaProbe, limit: float) -> dict[str, Any]:
 
 def summary_dict(samples: Sequence[Sample], summary: Summary) -> dict[str, Any]:
     """A summary and the samples behind it, for a result file."""
-    return {**asdict(summary), "samples": [[s.seconds, s.before, s.after] for s in samples]}
+    return {**asdict(summary), "samples": sample_lists(samples)}
+
+
+def sample_lists(samples: Sequence[Sample]) -> list[list[float]]:
+    """Samples for a result file, with as many digits as mean something."""
+    return [[float(f"{value:.6g}") for value in (s.seconds, s.before, s.after)] for s in samples]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as JSON with a line for each field; numbers must be finite."""
+    """Write ``value`` as JSON, a line for each field and for each list of numbers; numbers must be finite."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    text = re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def say(text: str) -> None:
@@ -467,6 +477,12 @@ def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Any], dict[str, str]
         else:
             chosen.append(device)
     return chosen, left_out
+
+
+def device_label(device: Any) -> str:
+    """What tables call our backend on a device."""
+    platform = str(device.facts.get("platform", device.name))
+    return f"ours on {SHORT_PLATFORMS.get(platform, platform)}"
 
 
 def start(

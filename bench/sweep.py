@@ -3,10 +3,10 @@
     python bench/sweep.py                       40 geometries, every OpenCL CPU device
     python bench/sweep.py --count 10 --seed 7 --devices opencl:1
 
-The geometries follow from the seed: strides 1 to 3 and kernels 1 to 5 on each axis, dilation 1 or 2, groups, odd
-channel counts, and between 0.2 and 5 GFLOP of work. Results are checked against the NumPy reference, then timed
-in turns with PyTorch (eager; and in its memory format channels_last_3d). The worst geometries come with the plan
-that `explain` gives. See bench/README.md.
+The geometries follow from the seed: strides 1 to 3 and kernels 1 to 5 on each axis, dilation 1 or 2, groups,
+odd channel counts, and between 0.2 and 5 GFLOP of work. Results are checked against the NumPy reference, then
+timed in turns with PyTorch (eager; and in its memory format channels_last_3d). The worst geometries come with
+the plan that `explain` gives. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
-from bench.cpu_peers import PEER_SLACK, PEERS, Call, Checker, Contender, ours  # noqa: E402
-from bench.measure import Summary, say  # noqa: E402
+from bench.cpu_peers import PEERS, Contender, conclude, race  # noqa: E402
+from bench.measure import say  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
-from dispatcher.inputs import random_tensors  # noqa: E402
-from dispatcher.operator import Operator, bind  # noqa: E402
+from dispatcher.operator import bind  # noqa: E402
 
 PROGRAM, SCHEMA = "sweep", 1
 DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt", "torch")
@@ -55,7 +54,9 @@ def geometries(count: int, seed: int, scale: float = 1.0) -> list[dict[str, int]
     problem = load_problem(PROBLEM)
     found: list[dict[str, int]] = []
     while len(found) < count:
-        sizes = random_sizes(source, math.exp(source.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS))) * scale)
+        sizes = random_sizes(
+            source, math.exp(source.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS))) * scale
+        )
         try:
             operator = bind(problem, sizes, {})
         except GeometryError:
@@ -111,72 +112,14 @@ def describe(sizes: Mapping[str, int]) -> str:
     return text
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------
-def race(
-    operator: Operator, contenders: Sequence[Contender], probe: measure.FmaProbe, settings: argparse.Namespace
-) -> dict[str, Any]:
-    """Check and time every contender on one geometry."""
-    tensors = random_tensors(operator, settings.seed)
-    checker = Checker.of(operator, tensors)
-    calls: dict[str, Call] = {}
-    failures: dict[str, str] = {}
-    details: dict[str, dict[str, Any]] = {}
-    for contender in contenders:
-        try:
-            detail: dict[str, Any] = {}
-            if contender.device is not None:
-                call, compiled = ours(operator, tensors, contender.device)
-            else:
-                call = PEERS[contender.name][1](operator, tensors, measure.cores())
-            detail["error_over_bound"], reason = checker.check(call(), 1.0 if contender.device else PEER_SLACK)
-            if reason:
-                raise ArithmeticError(reason)
-            if contender.device is not None:
-                detail["launches"] = compiled.explain().as_dict()["launches"]
-            call()
-        except ImportError as error:
-            failures[contender.name] = f"not installed ({measure.one_line(error)})"
-        except Exception as error:
-            failures[contender.name] = measure.one_line(error)
-        else:
-            calls[contender.name], details[contender.name] = call, detail
-    sampling = measure.interleave(calls, probe, repeats=settings.repeats, limit=settings.quiet_limit)
-    failures |= sampling.failures
-    return {
-        "geometry": describe(operator.sizes),
-        "sizes": dict(operator.sizes),
-        "output_shape": list(operator.output_shape),
-        "flops": operator.flops,
-        "ideal_bytes": operator.ideal_bytes,
-        "failures": failures,
-        "results": {
-            key: {**details[key], "samples": [[s.seconds, s.before, s.after] for s in samples]}
-            for key, samples in sampling.samples.items()
-            if key not in failures and samples
-        },
-    }
-
-
-def conclude(entry: dict[str, Any], contenders: Sequence[Contender], threshold: float) -> None:
-    """Put summaries, the best peer and ratios into an entry."""
-    summaries: dict[str, Summary] = {}
-    for name, result in entry["results"].items():
-        samples = [measure.Sample(*sample) for sample in result["samples"]]
-        summaries[name] = measure.summarise(samples, threshold)
-        result.update(measure.summary_dict(samples, summaries[name]))
-        result["gflops"] = entry["flops"] / summaries[name].median_s / 1e9
-    mine = [each.name for each in contenders if each.device is not None and each.name in summaries]
-    peers = [name for name in summaries if name not in mine]
-    best = min(peers, key=lambda name: summaries[name].median_s) if peers else None
-    entry["best_peer"] = best
-    entry["ratios"] = (
-        {} if best is None else {name: asdict(measure.ratio(summaries[best], summaries[name])) for name in mine}
-    )
-
-
+# ---- results -----------------------------------------------------------------------------------------------
 def overview(entries: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Minimum, quartiles and median of a device's ratios, and its worst geometries."""
-    ratios = {index: entry["ratios"][name]["value"] for index, entry in enumerate(entries) if name in entry["ratios"]}
+    ratios = {
+        position: entry["ratios"][name]["value"]
+        for position, entry in enumerate(entries)
+        if name in entry["ratios"]
+    }
     if not ratios:
         return {"count": 0, "worst": []}
     low, high = measure.quartiles(list(ratios.values()))
@@ -211,14 +154,17 @@ def report_text(report: Mapping[str, Any]) -> str:
     mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
     columns = [f"{labels[name]}, ms" for name in names] + [f"ratio, {labels[name]}" for name in mine]
     lines = ["| | geometry | GFLOP | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
-    for index, entry in enumerate(report["entries"]):
+    for entry in report["entries"]:
         cells = []
         for name in names:
             result = entry["results"].get(name)
             mark = "~" if result and result["noisy"] else ""
             cells.append("–" if result is None else f"{mark}{1e3 * result['median_s']:.2f}")
-        cells += [f"{entry['ratios'][name]['value']:.2f}" if name in entry["ratios"] else "–" for name in mine]
-        lines.append(f"| {index} | {entry['geometry']} | {entry['flops'] / 1e9:.2f} | " + " | ".join(cells) + " |")
+        cells += [
+            f"{entry['ratios'][name]['value']:.2f}" if name in entry["ratios"] else "–" for name in mine
+        ]
+        start = f"| {entry['index']} | {entry['geometry']} | {entry['flops'] / 1e9:.2f} | "
+        lines.append(start + " | ".join(cells) + " |")
     for name in mine:
         found = report["overviews"][name]
         if not found["count"]:
@@ -227,12 +173,13 @@ def report_text(report: Mapping[str, Any]) -> str:
             "",
             f"{labels[name]}: best PyTorch / ours over {found['count']} geometries: min {found['min']:.2f}, "
             f"quartiles {found['first_quartile']:.2f} and {found['third_quartile']:.2f}, median "
-            f"{found['median']:.2f}, max {found['max']:.2f}; slower than PyTorch on {found['slower_than_peer']}.",
+            f"{found['median']:.2f}, max {found['max']:.2f}; slower than PyTorch on "
+            f"{found['slower_than_peer']}.",
         ]
-        for index in found["worst"]:
-            entry = report["entries"][index]
+        for position in found["worst"]:
+            entry = report["entries"][position]
             lines += [
-                f"- {entry['ratios'][name]['value']:.2f}: {index}, {entry['geometry']}, "
+                f"- {entry['ratios'][name]['value']:.2f}: {entry['index']}, {entry['geometry']}, "
                 f"{entry['results'][name]['gflops']:.0f} GFLOP/s",
                 f"  {plan(entry['results'][name]['launches'])}",
             ]
@@ -246,7 +193,10 @@ def report_text(report: Mapping[str, Any]) -> str:
         lines += ["", "Not measured:", *failures]
     results = [result for entry in report["entries"] for result in entry["results"].values()]
     kept, dropped = (sum(result[key] for result in results) for key in ("kept", "dropped"))
-    lines += ["", f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them."]
+    lines += [
+        "",
+        f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them.",
+    ]
     return "\n".join(lines)
 
 
@@ -257,9 +207,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     measure.add_common_arguments(parser, REPEATS)
-    parser.add_argument("--count", type=measure.at_least(1), default=COUNT, help="geometries (default: %(default)s)")
-    parser.add_argument("--seed", type=measure.at_least(0), default=0, help="of the geometries and the tensors")
-    parser.add_argument("--scale", type=measure.positive, default=1.0, help="factor on the work, for quick trials")
+    parser.add_argument(
+        "--count", type=measure.at_least(1), default=COUNT, help="geometries (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=measure.at_least(0), default=0, help="of the geometries and the tensors"
+    )
+    parser.add_argument(
+        "--scale", type=measure.positive, default=1.0, help="factor on the work, for quick trials"
+    )
     parser.add_argument("--only", type=measure.at_least(0), nargs="+", metavar="INDEX",
                         help="measure only the geometries with these numbers")  # fmt: skip
     parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=list(PEER_NAMES), metavar="NAME",
@@ -283,8 +239,17 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
         chosen = [(index, sizes) for index, sizes in chosen if index in settings.only]
     entries = []
     for index, sizes in chosen:
-        say(f"{index} of {settings.count}: {describe(sizes)}")
-        entries.append({"index": index, **race(bind(problem, sizes, {}), contenders, probe, settings)})
+        operator, geometry = bind(problem, sizes, {}), describe(sizes)
+        facts = {
+            "index": index,
+            "geometry": geometry,
+            "sizes": sizes,
+            "output_shape": list(operator.output_shape),
+            "flops": operator.flops,
+            "ideal_bytes": operator.ideal_bytes,
+        }
+        title = f"{index} of {settings.count}, {geometry}"
+        entries.append({**facts, **race(operator, title, contenders, probe, settings, settings.seed)})
     for entry in entries:
         conclude(entry, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
     return {

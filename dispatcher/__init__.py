@@ -1,8 +1,8 @@
 """Run fused 3-D operators, described once in a YAML file, on CUDA, OpenCL or NumPy.
 
 ``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
-there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, and ``benchmark``
-times them.
+there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``benchmark`` times them,
+and ``doctor`` says what keeps devices from working.
 
 Importing this package loads neither a GPU library nor NumPy: each name is imported when it is first used.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dispatcher.benchmarking import Benchmark, benchmark
     from dispatcher.compiled import CompiledOperator, compile, run
+    from dispatcher.doctor import Diagnosis, doctor
     from dispatcher.errors import (
         BuildError,
         DeviceError,
@@ -45,6 +46,7 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemoryError",
+    "Diagnosis",
     "DispatcherError",
     "DtypeError",
     "Explanation",
@@ -61,6 +63,7 @@ __all__ = [
     "benchmark",
     "compile",
     "devices",
+    "doctor",
     "explain",
     "load_problem",
     "problems",
@@ -72,6 +75,7 @@ __all__ = [
 _HOMES = {
     "benchmarking": ("Benchmark", "benchmark"),
     "compiled": ("CompiledOperator", "compile", "run"),
+    "doctor": ("Diagnosis", "doctor"),
     "errors": (
         "BuildError",
         "DeviceError",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dispatcher import tracing
 from dispatcher.arguments import (
     Arguments,
     IncompleteError,
@@ -23,13 +27,15 @@ from dispatcher.arguments import (
     sort_arguments,
     tensor_argument,
 )
-from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
 from dispatcher.interface import Device, Timings
 from dispatcher.loader import load_problem
+from dispatcher.memory import check_host_memory
 from dispatcher.operator import PRECISIONS, Operator
 from dispatcher.problem import Problem
 from dispatcher.selection import (
     Choice,
+    FallbackWarning,
     Request,
     as_kernel_error,
     choose,
@@ -37,6 +43,7 @@ from dispatcher.selection import (
     parse_request,
     warn_of_fallback,
 )
+from dispatcher.splitting import compile_within_memory, part_count
 
 if TYPE_CHECKING:
     from dispatcher.explanation import Explanation
@@ -46,6 +53,9 @@ ProblemLike = str | Path | Mapping[str, Any] | Problem
 MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
 MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
 
+#: What a parent process had compiled, kept in its forked children.
+_left_behind: list[Any] = []
+
 #: Types of sizes and scalars whose type and repr say all there is to know.
 _PLAIN = (int, float, np.generic, tuple, list, type(None))
 
@@ -54,6 +64,7 @@ def compile(
     problem: ProblemLike,
     *,
     device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
     precision: str = "fp32",
     case: str | None = None,
     dtype: str | None = None,
@@ -67,6 +78,8 @@ def compile(
             loaded problem.
         device: a device request such as ``auto``, ``opencl``, ``cuda:0`` or ``opencl:0,numpy``; without one,
             the environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``.
+        devices: several devices, such as ``["opencl:0", "opencl:1"]``, instead of ``device``: each works on a
+            share of the batch that goes with its measured speed.
         precision: ``fp32``, or ``tf32`` to allow 10-bit mantissas in matrix products.
         case: a named case of the problem, whose numbers hold where nothing else gives one.
         dtype: ``float16``, ``float32`` or ``float64``; without it, that of the tensors.
@@ -85,6 +98,7 @@ def compile(
     return CompiledOperator(
         load_problem(problem),
         device=device,
+        devices=devices,
         precision=precision,
         case=case,
         dtype=dtype,
@@ -97,11 +111,13 @@ def run(
     problem: ProblemLike,
     *,
     device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
     precision: str = "fp32",
     output: Any = None,
     case: str | None = None,
     dtype: str | None = None,
     options: Mapping[str, Any] | None = None,
+    trace: str | Path | None = None,
     **arguments: Any,
 ) -> Any:
     """Run a problem once.
@@ -110,6 +126,7 @@ def run(
         problem: see :func:`compile`, as for every argument that is not listed here.
         output: where to put the result: a writeable C-contiguous array of the right shape and dtype that
             overlaps no input. Without it, a new array is made.
+        trace: a file to write what the call did to, in the format of Chrome's tracing.
         **arguments: every tensor by parameter name, in any memory layout; sizes that the tensors do not show;
             scalars. Sizes and scalars may come from their defaults or from ``case``.
 
@@ -124,13 +141,15 @@ def run(
     compiled = CompiledOperator(
         load_problem(problem),
         device=device,
+        devices=devices,
         precision=precision,
         case=case,
         dtype=dtype,
         options=options,
         eager=False,
     )
-    return compiled(output=output, **arguments)
+    with tracing.recording(trace):
+        return compiled(output=output, **arguments)
 
 
 class _Program:
@@ -195,6 +214,7 @@ class CompiledOperator:
         problem: Problem,
         *,
         device: str | Device | None = None,
+        devices: Sequence[str | Device] | None = None,
         precision: str = "fp32",
         case: str | None = None,
         dtype: str | None = None,
@@ -206,7 +226,7 @@ class CompiledOperator:
         if precision not in PRECISIONS:
             raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
         self._problem = problem
-        self._request: Request = parse_request(device)
+        self._request: Request = parse_request(device, devices)
         self._settings: dict[str, Any] = {"case": case, "dtype": _dtype_name(dtype), "precision": precision}
         self._options = dict(options or {})
         sorted_arguments = sort_arguments(problem, arguments or {})
@@ -225,6 +245,7 @@ class CompiledOperator:
         self._signatures: dict[tuple[Any, ...], _Program] = {}
         self._last: _Program | None = None
         self._first: tuple[Device, tuple[tuple[str, str], ...]] | None = None
+        self._process = os.getpid()
         if eager:
             try:
                 operator = bind_arguments(problem, self._bound, **self._settings)
@@ -293,6 +314,7 @@ class CompiledOperator:
 
         The analysis is remembered by shapes, dtypes and numbers, so that a repeated call only looks it up.
         """
+        self._mind_forks()
         names = self._tensor_names
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -322,6 +344,26 @@ class CompiledOperator:
         self._last = program
         return program, tensors, output
 
+    def _mind_forks(self) -> None:
+        """Start anew in a child process that was made by fork.
+
+        A lock may be held by a thread that is gone, and no device works on. What the parent had compiled
+        stays in memory: releasing it could hang.
+        """
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        _left_behind.append((self._programs, self._last))
+        last = self._last
+        self._programs, self._signatures, self._last, self._first = {}, {}, None, None
+        if last is not None and last.choice.device.kind != "reference" and not self._request.named:
+            warnings.warn(
+                f"{last.choice.device.id} does not survive a fork of the process; the next device is tried",
+                FallbackWarning,
+                stacklevel=2,
+            )
+
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
         """Analyse a call and remember the result under ``key``.
 
@@ -348,7 +390,8 @@ class CompiledOperator:
         with self._lock:
             program = self._programs.get(key)
             if program is None:
-                choice = choose(operator, self._request, self._options)
+                with tracing.span("compile", problem=operator.problem.name):
+                    choice = choose(operator, self._request, self._options)
                 program = _Program(operator, choice, self._bound.tensors)
                 if len(self._programs) >= MAX_PROGRAMS:
                     dropped = self._programs.pop(min(self._programs, key=lambda k: self._programs[k].used))
@@ -369,6 +412,9 @@ class CompiledOperator:
             timings: for the backend to fill in.
         """
         operator = program.operator
+        if self._process != os.getpid():
+            self._mind_forks()
+            program = self._program(operator)
         if output is not None:
             sources = {**self._bound.tensors, **tensors}
             sources = {name: _array(tensor) for name, tensor in sources.items()}
@@ -383,13 +429,24 @@ class CompiledOperator:
             if choice.executable is None:
                 return np.empty(operator.output_shape, operator.dtype) if output is None else output
             inputs = self._inputs(program, choice, tensors)
+            check_host_memory(operator, choice.device, output is None)
+            trace = tracing.current()
+            if trace is not None and timings is None:
+                timings = Timings()
+            start = time.perf_counter()
             try:
                 result = choice.executable(inputs, output, timings)
+                if trace is not None and timings is not None:
+                    trace.add_call(choice.device.id, start, timings)
+                    trace.add("call", start, time.perf_counter() - start, detail={"device": choice.device.id})
                 return _checked_result(operator, choice, inputs, output, result)
             except InputError:
                 raise
             except Exception as error:
-                self._move_on(program, choice, error)
+                arrays = [array for array in (*inputs.values(), output) if array is not None]
+                splittable = all(isinstance(array, np.ndarray) for array in arrays)
+                if not (splittable and isinstance(error, DeviceMemoryError) and self._split(program, choice)):
+                    self._move_on(program, choice, error)
 
     def _inputs(self, program: _Program, choice: Choice, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Every tensor as the backend takes it, in the order of the parameters."""
@@ -406,6 +463,21 @@ class CompiledOperator:
             else:
                 inputs[name] = host_tensor(_to_host(name, array, choice.device), program.dtype)
         return inputs
+
+    def _split(self, program: _Program, choice: Choice) -> bool:
+        """After an out-of-memory, let ``program`` work on smaller parts of the batch; False if it cannot."""
+        if choice.executable is None:
+            return False
+        operator, device = program.operator, choice.device
+        with self._lock:
+            if program.choice is choice:  # else another thread has done it already
+                parts = 2 * part_count(choice.executable)
+                try:
+                    finer = compile_within_memory(choice.backend, operator, device, self._options, parts)
+                except DeviceMemoryError:
+                    return False
+                program.choice = replace(choice, executable=finer)
+        return True
 
     def _move_on(self, program: _Program, choice: Choice, error: Exception) -> None:
         """Give ``program`` the next device after a failed run.

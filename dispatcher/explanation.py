@@ -106,6 +106,7 @@ def explain(
     problem: ProblemLike,
     *,
     device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
     precision: str = "fp32",
     case: str | None = None,
     dtype: str | None = None,
@@ -124,6 +125,7 @@ def explain(
     compiled = CompiledOperator(
         load_problem(problem),
         device=device,
+        devices=devices,
         precision=precision,
         case=case,
         dtype=dtype,

@@ -21,8 +21,8 @@ from dispatcher.errors import GeometryError
 
 SPATIAL_AXES = ("depth", "height", "width")
 
-#: The largest stride and kernel on an axis: it has a phase for each step of its stride and a tap for each element
-#: of its kernel, and there are tables of both.
+#: The largest stride and kernel on an axis. It has a phase for each residue modulo its stride and a tap for
+#: each element of its kernel, and there are tables of both.
 MAX_PHASES = MAX_TAPS = 1 << 16
 
 
@@ -99,7 +99,9 @@ class AxisGeometry:
     def phases(self) -> tuple[AxisPhase, ...]:
         """The ``stride`` phases, by residue. A phase may have no taps (a hole) or no outputs."""
         return tuple(
-            AxisPhase(residue, max(0, -(-(self.output - residue) // self.stride)), self._taps.get(residue, ()))
+            AxisPhase(
+                residue, max(0, -(-(self.output - residue) // self.stride)), self._taps.get(residue, ())
+            )
             for residue in range(self.stride)
         )
 

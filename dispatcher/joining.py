@@ -82,9 +82,7 @@ class JoinedBackend:
                 return f"{member.id}: {refusal}"
         return None
 
-    def compile(
-        self, operator: Operator, device: Device, options: Mapping[str, Any]
-    ) -> PartwiseExecutable:
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> PartwiseExecutable:
         """Compile each member's share for it."""
         members = _members(device)
         batch = operator.output_shape[0]

@@ -2,12 +2,15 @@
 
 A device request is ``auto``, a backend (``opencl``: its first available device), ``backend:index``,
 ``backend:fragment`` (part of the device's name, case-blind), or several of these with commas, in order of
-preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the environment
-variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the reference, among these
-in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by measured speed.
+preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
+environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
+reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
+measured speed.
 
-Before this process opens a device, a child process tries it out (see :mod:`dispatcher.selftest`); one that does not
-survive that counts as unavailable. A device that is named alone never falls back. ``auto`` and comma lists move on when a device is missing,
+Before this process opens a device, a child process tries it out (see :mod:`dispatcher.selftest`); one that
+does not survive that counts as unavailable.
+
+A device that is named alone never falls back. ``auto`` and comma lists move on when a device is missing,
 cannot run the operator, or fails to build or run it. Every device passed over is recorded with its reason,
 and a failure is a :class:`FallbackWarning` too. Backends are imported and probed only when a request reaches
 them.
@@ -56,11 +59,11 @@ def _after_fork() -> None:
     """In a child that was made by fork: the parent's threads are gone, and with them what they were doing."""
     global _lock  # noqa: PLW0603 (a thread that is gone may hold it)
     _lock = threading.RLock()
-    for name, module in _probed:
-        if any(device.available and device.kind != "reference" for device in _probed[name, module]):
+    for (name, _), found in _probed.items():
+        if any(device.available and device.kind != "reference" for device in found):
             _forked_with[name] = (
-                f"this process was forked from one that had looked at {name} devices, and drivers do not survive "
-                "that; start it with the multiprocessing method 'spawn', or fork before the first use"
+                f"this process was forked from one that had looked at {name} devices, which drivers do not "
+                "survive; use the multiprocessing method 'spawn', or fork before the first use"
             )
 
 
@@ -81,7 +84,7 @@ class Request:
         origin: ``device``, or the name of the environment variable it comes from; for messages.
         terms: (backend, selector) pairs; the selector is an index, a name fragment or empty, and the backend
             may be ``auto``, or ``all-of`` with a backend as the selector.
-        members: the devices to use as one, as such pairs, where the only term is ``all-of`` without a selector.
+        members: the devices to use as one, as such pairs; the only term is then a bare ``all-of``.
     """
 
     text: str
@@ -184,8 +187,8 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
         return (
             _unavailable(
                 name,
-                f"looking for {name} devices {listing.reason} in a child process; `dispatcher doctor` shows what "
-                f"is installed, `dispatcher devices --retest` tries again",
+                f"looking for {name} devices {listing.reason} in a child process; `dispatcher doctor` shows "
+                "what is installed, `dispatcher devices --retest` tries again",
             ),
         )
     try:
@@ -209,9 +212,7 @@ def describe(error: BaseException) -> str:
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
-def parse_request(
-    device: str | Device | None, together: Sequence[str | Device] | None = None
-) -> Request:
+def parse_request(device: str | Device | None, together: Sequence[str | Device] | None = None) -> Request:
     """Parse a device request; looks at no device.
 
     Args:
@@ -222,8 +223,8 @@ def parse_request(
         InputError: it is not a text, or both are given.
         DeviceError: it does not follow the grammar or names a backend that does not exist.
     """
-    if isinstance(device, JoinedDevice):
-        device, together = None, device.members
+    if isinstance(device, JoinedDevice) and together is None:
+        return _parse_together(device.members)
     if together is not None:
         if device is not None:
             raise InputError(f"device is {device!r} and devices {together!r}; give one of them")

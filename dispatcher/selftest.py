@@ -30,11 +30,6 @@ from dispatcher.errors import DeviceError, InputError
 from dispatcher.filecache import FileCache
 from dispatcher.interface import Backend, Device
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system; tests of several processes then run side by side
-    fcntl = None  # type: ignore[assignment]
-
 VARIABLE = "DISPATCHER_SELF_TEST"
 TIME_LIMIT_S = 60.0
 PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
@@ -47,6 +42,9 @@ Outcome = Literal["ok", "wrong", "error", "closed", "unsupported", "crashed", "h
 
 #: Outcomes after which this process must not use the device.
 BARRED = frozenset(("wrong", "closed", "crashed", "hung"))
+
+#: How the reason begins when the operator could not be built or run.
+FAILED = "failed"
 
 #: Signals that come from outside: they say nothing about the device.
 _FOREIGN_SIGNALS = frozenset((signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
@@ -125,9 +123,12 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
     Returns:
         The outcome; None where self-tests are switched off or the backend lives in this process only.
     """
-    facts = sorted((name, str(value)) for name, value in device.facts.items())
+    # How much memory there is may change from day to day.
+    facts = sorted((name, str(value)) for name, value in device.facts.items() if not name.endswith("_bytes"))
     key = _key("device", module, device.index, device.name, facts)
-    return _known(key, (module, "device", str(device.index), device.name), f"{device.id} ({device.name})", again)
+    return _known(
+        key, (module, "device", str(device.index), device.name), f"{device.id} ({device.name})", again
+    )
 
 
 def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest | None:
@@ -138,7 +139,9 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
-    return _known(_key("listing", module, footprint), (module, "list"), f"looking for devices of {module}", again)
+    return _known(
+        _key("listing", module, footprint), (module, "list"), f"looking for devices of {module}", again
+    )
 
 
 def _key(*parts: Any) -> str:
@@ -181,29 +184,23 @@ def _recall(key: str) -> SelfTest | None:
 
 @contextlib.contextmanager
 def _taking_turns(patience_s: float) -> Iterator[None]:
-    """Let one process test at a time: speeds are then comparable, and the others find the outcome in the cache.
+    """Let one process test at a time: speeds can then be compared, and the others find the outcome cached.
 
     The lock goes away with the process that holds it. Without a folder to put it in, nobody waits.
     """
-    if fcntl is None:
-        yield
-        return
-    try:
-        _cache.folder.mkdir(parents=True, exist_ok=True)
-        file = open(_cache.folder / "lock", "ab")
-    except OSError:
-        yield
-        return
-    with file:
-        end = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl  # POSIX only
+
+            _cache.folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(_cache.folder / "lock", "ab"))
+            end = time.monotonic() + patience_s
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                time.sleep(0.05)
+                except BlockingIOError:
+                    time.sleep(0.05)
         yield
 
 
@@ -223,7 +220,7 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
             errors="replace",
         )
     except OSError as error:
-        return SelfTest("error", f"no process for the self-test can be started: {error}"), False
+        return SelfTest("error", f"could not be run: {error}"), False
     with process:
         try:
             output, complaints = process.communicate(timeout=limit_s)
@@ -234,11 +231,15 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
     if process.returncode < 0:
         number = -process.returncode
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return SelfTest("crashed", f"crashed with {name}{_last_line(complaints)}"), number not in _FOREIGN_SIGNALS
+        return SelfTest(
+            "crashed", f"crashed with {name}{_last_line(complaints)}"
+        ), number not in _FOREIGN_SIGNALS
     reports = [line for line in output.splitlines() if line.startswith(_MARK)]
     if reports and process.returncode == 0:
         return SelfTest(**json.loads(reports[-1].removeprefix(_MARK))), True
-    return SelfTest("error", f"ended with exit code {process.returncode}{_last_line(complaints)}"), False
+    return SelfTest(
+        "error", f"{FAILED}: the process ended with exit code {process.returncode}{_last_line(complaints)}"
+    ), False
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -264,7 +265,8 @@ def apply(device: Device, found: SelfTest | None) -> Device:
     if found.outcome not in BARRED:
         return replace(device, facts=facts)
     reason = (
-        f"its self-test {found.reason}; `dispatcher devices --retest` tries again, {VARIABLE}=off uses it untested"
+        f"its self-test {found.reason}; `dispatcher devices --retest` tries again, "
+        f"{VARIABLE}=off uses it untested"
     )
     return replace(device, available=False, reason=reason, facts=facts)
 
@@ -292,7 +294,7 @@ def _test(backend: Backend, index: int, name: str) -> SelfTest:
     device = found.get(index)
     if device is None or device.name != name:
         seen = "nothing" if device is None else device.name
-        return SelfTest("error", f"found {seen} in the place of {name}")
+        return SelfTest("error", f"could not be run: it found {seen} in the place of {name}")
     if not device.available:
         return SelfTest("closed", f"could not open it: {device.reason}")
     try:
@@ -300,7 +302,7 @@ def _test(backend: Backend, index: int, name: str) -> SelfTest:
     except DeviceError as error:
         return SelfTest("closed", f"could not open it: {_line(error)}")
     except Exception as error:
-        return SelfTest("error", f"failed: {_line(error)}")
+        return SelfTest("error", f"{FAILED}: {_line(error)}")
 
 
 def _measure(backend: Backend, device: Device) -> SelfTest:

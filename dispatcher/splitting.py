@@ -26,7 +26,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """Batch items ``start`` up to ``stop``, and what computes them; ``place`` names the device where there are several."""
+    """Batch items from ``start`` up to ``stop``, and what computes them.
+
+    ``place`` is the device's id where there are several devices.
+    """
 
     start: int
     stop: int
@@ -69,9 +72,7 @@ def _expressions(value: Any) -> Iterator[Expression]:
 def with_batch(operator: Operator, parameter: str, batch: int) -> Operator:
     """The same operator for another number of batch items."""
     sizes = {**operator.sizes, parameter: batch}
-    return bind(
-        operator.problem, sizes, operator.scalars, dtype=operator.dtype, precision=operator.precision
-    )
+    return bind(operator.problem, sizes, operator.scalars, dtype=operator.dtype, precision=operator.precision)
 
 
 def compile_within_memory(
@@ -111,7 +112,9 @@ def compile_within_memory(
         _log.info("%s works on %d batch items at a time on %s", operator.problem.name, size, device.id)
         return PartwiseExecutable(operator, parameter, made)
     if failure is None:
-        failure = DeviceMemoryError(f"{operator.problem.name} does not fit on {device.id}, one batch item at a time")
+        failure = DeviceMemoryError(
+            f"{operator.problem.name} does not fit on {device.id}, one batch item at a time"
+        )
     if reason:
         raise DeviceMemoryError(f"{failure} (it cannot be split over the batch: {reason})") from failure
     raise failure
@@ -212,9 +215,7 @@ class PartwiseExecutable:
             self._add_up(timings, own, starts)
         return result
 
-    def _add_up(
-        self, timings: Timings, parts: Sequence[Timings | None], starts: Sequence[float]
-    ) -> None:
+    def _add_up(self, timings: Timings, parts: Sequence[Timings | None], starts: Sequence[float]) -> None:
         """The times of one part after another, or of the slowest of several at once."""
         measured = [part for part in parts if part is not None]
         total = max if self._side_by_side else sum

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
-from dispatcher.errors import DeviceError, InputError
+from backends.opencl.options import ALGORITHMS, Options
+from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Executable
 from dispatcher.operator import Operator
 
-#: Algorithms that a user may ask for.
-ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
+__all__ = ["ALGORITHMS", "OpenClBackend"]
 
 
 class OpenClBackend:
@@ -63,16 +64,23 @@ class OpenClBackend:
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
         from backends.opencl.executable import OpenClExecutable
 
-        unknown = set(options) - {"algorithm"}
-        if unknown:
-            raise InputError(f"option {min(unknown)!r} is unknown to backend opencl; it takes: algorithm")
-        algorithm = options.get("algorithm", "auto")
-        if algorithm not in ALGORITHMS:
-            raise InputError(f"algorithm is {algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
+        parsed = Options.parse(options)
         runtime = self._runtime(device)
-        if algorithm == "auto" and not runtime.facts.cpu:
-            algorithm = "tiled"
-        return OpenClExecutable(runtime, operator, algorithm)
+        if parsed.algorithm == "auto" and not runtime.facts.cpu:
+            parsed = replace(parsed, algorithm="tiled")
+        return OpenClExecutable(runtime, operator, parsed)
+
+    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
+        """Options worth measuring for ``operator``; see :func:`dispatcher.tuning.tune`."""
+        from backends.opencl.tuning import candidates
+
+        return candidates(self._runtime(device), operator)
+
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+        """Use ``options`` for the convolutions of ``operator`` on this device from now on."""
+        from backends.opencl.tuning import remember
+
+        remember(self._runtime(device), operator, Options.parse(options), gain)
 
     def _runtime(self, device: Device) -> Any:
         """The opened device; opened when it is first needed."""
@@ -88,7 +96,9 @@ class OpenClBackend:
                 try:
                     self._runtimes[device.index] = OpenClRuntime(found.platform, found.device)
                 except Exception as error:
-                    raise DeviceError(f"{device.id} ({device.name}) cannot be opened: {_line(error)}") from error
+                    raise DeviceError(
+                        f"{device.id} ({device.name}) cannot be opened: {_line(error)}"
+                    ) from error
             return self._runtimes[device.index]
 
     def _missing(self, reason: str) -> Device:

@@ -15,6 +15,7 @@ import pyopencl as cl
 
 from backends.opencl import lines
 from backends.opencl.fusion import LineFusion, riders, sort_epilogue
+from backends.opencl.options import Options
 from backends.opencl.render import OperandLayout, kernel_source
 from backends.opencl.runtime import OpenClRuntime
 from backends.opencl.steps import StepSource, lower_gather, lower_step
@@ -38,8 +39,8 @@ from dispatcher.steps import (
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
 HALF_RUN = 1024
-#: A result larger than this is written past the caches. A value that the next launch reads has to be larger than
-#: any cache first.
+#: A result larger than this is written past the caches. A value that the next launch reads has to be
+#: larger than any cache first.
 STREAM_BYTES = 8 << 20
 STREAM_INTERMEDIATE_BYTES = 48 << 20
 
@@ -122,20 +123,17 @@ class LinesLaunch:
         operator: Operator,
         segment: Segment,
         real: np.dtype[Any],
-        algorithm: str,
+        options: Options,
     ) -> None:
         facts = runtime.facts
         double = real == np.float64
         convolution = operator.steps[segment.convolution or 0]
         assert isinstance(convolution, ConvTranspose3d)
         epilogue = sort_epilogue(segment.epilogue(operator))
-        vec = facts.vec_double if double else facts.vec
-        tile, reason = lines.choose(convolution.geometry, epilogue.fold, vec, facts, real.itemsize, algorithm)
+        tile, reason = lines.choose(convolution.geometry, epilogue.fold, runtime, real, options)
         self._layout = LineLayout(convolution.geometry, epilogue.fold, tile)
         self.guarded = tile.winograd
         self._pack = pack_winograd_weights if tile.winograd else lines.pack_direct_weights
-        weight_shape = convolution.geometry.weight_shape
-        _, starts = self._pack(np.zeros(weight_shape, np.float32), self._layout)
         last = operator.steps[segment.last]
         prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
         final = segment.last + 1 == len(operator.steps)
@@ -146,7 +144,6 @@ class LinesLaunch:
             prologue,
             epilogue,
             last.shape,
-            phase_weights=starts,
             stream=math.prod(last.shape) * real.itemsize > stays,
             double=double,
         )
@@ -187,7 +184,7 @@ class LinesLaunch:
             # Lines hold zeros for what lies outside the tensor, and zero times infinity is not zero.
             self._finite = bool(np.isfinite(weight).all())
             with np.errstate(invalid="ignore"):
-                self._weights.buffer = self._runtime.constant(self._pack(weight, self._layout)[0])
+                self._weights.buffer = self._runtime.constant(self._pack(weight, self._layout))
         return self._finite
 
     def met_nonfinite(self, queue: Any) -> bool:
@@ -295,16 +292,16 @@ def _step_launches(
 
 
 def fused_launches(
-    runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any], algorithm: str
+    runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any], options: Options
 ) -> list[Launch]:
-    """The launches of an operator on a CPU device; ``algorithm`` is auto, direct or winograd."""
+    """The launches of an operator on a CPU device; the algorithm is auto, direct or winograd."""
     launches: list[Launch] = []
     segments = list(plan(operator, LineFusion()))
     position = 0
     while position < len(segments):
         segment = segments[position]
         if segment.convolution is not None:
-            launches.append(LinesLaunch(runtime, operator, segment, real, algorithm))
+            launches.append(LinesLaunch(runtime, operator, segment, real, options))
             position += 1
             continue
         end = position
@@ -323,8 +320,8 @@ def plain_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[An
 def shared_storage(launches: Sequence[Launch]) -> dict[int, int]:
     """For each value that a launch makes, the value whose memory it lives in: its own, or a later one's.
 
-    A step that writes each element after reading it may work in place, when nobody else reads its source. That
-    saves the memory, and the traffic of writing to lines that no cache holds.
+    A step that writes each element after reading it may work in place, when nobody else reads its source.
+    That saves the memory, and the traffic of writing to lines that no cache holds.
     """
     reads = Counter(launch.source for launch in launches)
     reads.update(
@@ -341,30 +338,30 @@ def shared_storage(launches: Sequence[Launch]) -> dict[int, int]:
 class OpenClExecutable:
     """See :class:`dispatcher.interface.Executable`. Calls from several threads take turns."""
 
-    def __init__(self, runtime: OpenClRuntime, operator: Operator, algorithm: str) -> None:
+    def __init__(self, runtime: OpenClRuntime, operator: Operator, options: Options) -> None:
         self._runtime, self._operator = runtime, operator
         self._half = operator.dtype == "float16"
         self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
         self._lock = threading.Lock()
         self._queue = runtime.queue()
-        self._plans: dict[str, list[Launch]] = {}
-        self._launches = self._plan(algorithm)
+        self._plans: dict[Options, list[Launch]] = {}
+        self._launches = self._plan(options)
         self._intermediate: dict[int, Any] = {}
         self._check_memory()
 
-    def _plan(self, algorithm: str) -> list[Launch]:
+    def _plan(self, options: Options) -> list[Launch]:
         """The launches of one algorithm, made when first needed."""
-        if algorithm not in self._plans:
-            if algorithm == "gather":
+        if options not in self._plans:
+            if options.algorithm == "gather":
                 made = plain_launches(self._runtime, self._operator, self._real)
-            elif algorithm == "tiled":
+            elif options.algorithm == "tiled":
                 from backends.opencl.tiled import tiled_launches
 
                 made = tiled_launches(self._runtime, self._operator, self._real)
             else:
-                made = fused_launches(self._runtime, self._operator, self._real, algorithm)
-            self._plans[algorithm] = made
-        return self._plans[algorithm]
+                made = fused_launches(self._runtime, self._operator, self._real, options)
+            self._plans[options] = made
+        return self._plans[options]
 
     @property
     def launches(self) -> Sequence[PlannedLaunch]:
@@ -425,13 +422,13 @@ class OpenClExecutable:
     def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
         launches = self._launches
         if not all([launch.prepare(tensors) for launch in launches]):
-            launches = self._plan("gather")
+            launches = self._plan(Options("gather"))
             for launch in launches:
                 launch.prepare(tensors)
         self._run_launches(launches, tensors, output, timings)
         # Every guard is read, so that none stays set for the next call.
         if any([launch.met_nonfinite(self._queue) for launch in launches if isinstance(launch, LinesLaunch)]):
-            launches = self._plan("direct")
+            launches = self._plan(Options("direct"))
             for launch in launches:
                 launch.prepare(tensors)
             self._run_launches(launches, tensors, output, timings)

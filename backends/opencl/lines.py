@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
+from backends.opencl import tuned
 from backends.opencl.fusion import Epilogue, Stage
+from backends.opencl.options import Options, pair
 from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
-from backends.opencl.runtime import Facts
-from backends.opencl.tiles import Fold, LineLayout, Tile, choose_tile
-from backends.opencl.winograd import TRANSFORMS, axis_reason
+from backends.opencl.runtime import Facts, OpenClRuntime
+from backends.opencl.tiles import Fold, LineLayout, Tile, Wanted, device_class, ranked_tiles
+from backends.opencl.winograd import TRANSFORMS, axis_reason, winograd_starts
 from dispatcher.geometry import ConvGeometry
 from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, ScalarOperand, Softmax
 
@@ -51,27 +55,55 @@ class LinesSource:
     items: int
 
 
+def ranked(
+    geometry: ConvGeometry,
+    fold: Fold | None,
+    facts: Facts,
+    real: np.dtype[Any],
+    options: Options,
+    *,
+    winograd: bool,
+) -> list[tuple[float, Tile]]:
+    """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
+    vec = facts.vec_double if real == np.float64 else facts.vec
+    flat = None if options.line is None else options.line == "flat"
+    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat)
+    tiles = device_class(facts.vec).register_tiles
+    return ranked_tiles(
+        geometry, fold, vec, tiles, facts.cache, real.itemsize, winograd=winograd, wanted=wanted
+    )
+
+
+def no_transform(geometry: ConvGeometry) -> str | None:
+    """None when the Winograd core can run the geometry, else why not."""
+    return axis_reason(geometry.depth) or axis_reason(geometry.height)
+
+
 def choose(
-    geometry: ConvGeometry, fold: Fold | None, vec: int, facts: Facts, itemsize: int, algorithm: str
+    geometry: ConvGeometry, fold: Fold | None, runtime: OpenClRuntime, real: np.dtype[Any], options: Options
 ) -> tuple[Tile, str]:
     """The tile for a segment, and why its algorithm was chosen.
 
     Args:
-        algorithm: ``auto`` for less estimated work, ``direct``, or ``winograd`` where it applies.
+        options: fix the algorithm (``winograd`` where it applies) or the tile; ``auto`` takes what was tuned on
+            this device, else the algorithm with less estimated work.
     """
-
-    def tile(winograd: bool) -> tuple[Tile, float]:
-        return choose_tile(geometry, fold, vec, facts.registers, facts.cache, itemsize, winograd=winograd)
-
-    direct, direct_work = tile(False)
-    if algorithm == "direct":
+    facts = runtime.facts
+    if options == Options():
+        known = tuned.recall(runtime.identity, geometry, fold, real.name)
+        if known is not None:
+            winograd = known[0].algorithm == "winograd"
+            tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd)[0][1]
+            return tile, f"tuned on this device: {known[1]:.2f} times the speed of the default"
+    direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False)[0]
+    if options.algorithm == "direct":
         return direct, "asked for"
-    reason = axis_reason(geometry.depth) or axis_reason(geometry.height)
+    reason = no_transform(geometry)
     if reason is not None:
         return direct, f"no Winograd transform: {reason}"
-    winograd, winograd_work = tile(True)
-    if algorithm == "winograd":
-        return winograd, "asked for"
+    winograd_work, winograd_tile = ranked(geometry, fold, facts, real, options, winograd=True)[0]
+    if options.algorithm == "winograd":
+        return winograd_tile, "asked for"
     if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
     if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):
@@ -79,11 +111,23 @@ def choose(
     ratio = direct_work / winograd_work
     if ratio < WORTHWHILE:
         return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"
-    return winograd, f"estimated {ratio:.2f} times the speed of the direct core"
+    return winograd_tile, f"estimated {ratio:.2f} times the speed of the direct core"
 
 
-def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.ndarray, list[int]]:
-    """Weights in the order in which the kernel streams them, and where each phase starts.
+def direct_starts(layout: LineLayout) -> list[int]:
+    """Where the weights of each phase start in what :func:`pack_direct_weights` returns."""
+    g = layout.geometry
+    sizes = [
+        len(d.taps) * len(h.taps) * len(w.taps) * layout.weights_per_tap
+        for d in g.depth.phases
+        for h in g.height.phases
+        for w in g.width.phases
+    ]
+    return [0, *accumulate(sizes[:-1])]
+
+
+def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
+    """Weights in the order in which the kernel streams them.
 
     Args:
         weight: ``(IC, OC/groups, KD, KH, KW)``.
@@ -98,8 +142,6 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.ndar
     padded = np.zeros((g.groups, group_ic, tiles * c, *weight.shape[2:]), weight.dtype)
     padded[:, :, :group_oc] = weight.reshape(g.groups, group_ic, group_oc, *weight.shape[2:])
     parts: list[np.ndarray] = []
-    starts: list[int] = []
-    position = 0
     for phase_d in g.depth.phases:
         for phase_h in g.height.phases:
             for phase_w in g.width.phases:
@@ -108,10 +150,8 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.ndar
                     picked = np.take(picked, [tap.index for tap in phase.taps], axis=axis)
                 taps = picked.shape[3:]
                 ordered = picked.reshape(g.groups, group_ic, tiles, c, *taps).transpose(0, 2, 4, 5, 6, 1, 3)
-                starts.append(position)
                 parts.append(ordered.ravel())
-                position += ordered.size
-    return np.concatenate(parts), starts
+    return np.concatenate(parts)
 
 
 def _stages(
@@ -154,7 +194,6 @@ def render(
     epilogue: Epilogue,
     output: tuple[int, int, int, int, int],
     *,
-    phase_weights: Sequence[int],
     stream: bool,
     double: bool,
 ) -> LinesSource:
@@ -166,7 +205,6 @@ def render(
         prologue: pointwise steps on its input.
         epilogue: the steps behind it.
         output: shape of what the segment stores.
-        phase_weights: where the weights of each phase start.
         stream: write the result past the caches.
         double: compute in double.
     """
@@ -273,7 +311,7 @@ def render(
         + table("INPUT_D", layout.depth.rows)
         + table("INPUT_H", layout.height.rows)
         + table("OFFSET_W", low)
-        + table("PHASE_WEIGHTS", phase_weights)
+        + table("PHASE_WEIGHTS", winograd_starts(layout) if tile.winograd else direct_starts(layout))
         + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])

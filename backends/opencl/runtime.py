@@ -52,7 +52,6 @@ class Facts:
     Attributes:
         vec: native vector width of float; 1 where the device says so (GPUs).
         vec_double: native vector width of double; 0 without double support.
-        registers: vector registers that a work-item can hold values in.
         cache: bytes of scratch that a worker should stay under, so that it lives in its core's cache.
         global_memory: bytes of memory; ``largest_buffer`` the most that one buffer may take.
         unified: the device works on the host's memory, so that buffers over it need no copies.
@@ -63,7 +62,6 @@ class Facts:
     compute_units: int
     vec: int
     vec_double: int
-    registers: int
     cache: int
     global_memory: int
     largest_buffer: int
@@ -92,7 +90,6 @@ class OpenClRuntime:
             compute_units=device.max_compute_units,
             vec=vec,
             vec_double=(max(2, vec // 2) if cpu else 1) if doubles else 0,
-            registers=32 if vec == 16 else 16,
             cache=int(CACHE_SHARE * core_cache()),
             global_memory=device.global_mem_size,
             largest_buffer=device.max_mem_alloc_size,
@@ -145,10 +142,14 @@ class OpenClRuntime:
         """Some runtimes keep compiled programs themselves."""
         return not has_src_build_cache(self.device)
 
-    def _key(self, text: str) -> str:
+    @cached_property
+    def identity(self) -> str:
+        """What results that hold for this device and this version of its driver are filed under."""
         device, platform = self.device, self.platform
-        parts = (platform.name, platform.version, device.name, device.driver_version, *BUILD_OPTIONS, text)
-        return "\0".join(parts)
+        return "\0".join((platform.name, platform.version, device.name, device.driver_version))
+
+    def _key(self, text: str) -> str:
+        return "\0".join((self.identity, *BUILD_OPTIONS, text))
 
     def _build_message(self, log: str) -> str:
         lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]

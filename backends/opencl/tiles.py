@@ -7,10 +7,14 @@ which wastes fewer lanes when a row is not a multiple of the vector.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 
+from dispatcher.errors import InputError
 from dispatcher.geometry import AxisGeometry, ConvGeometry
 
 
@@ -194,6 +198,12 @@ class LineLayout:
         return self.geometry.out_channels + self.tile.thread_c - 1
 
     @property
+    def weights_per_tap(self) -> int:
+        """Packed weights of one tap: all channel pairs, each group's outputs in whole register tiles."""
+        g = self.geometry
+        return g.in_channels * round_up(g.out_channels // g.groups, self.tile.thread_c)
+
+    @property
     def lead(self) -> int:
         """Zeros before the first packed row."""
         return round_up(max(1, self.halo[0]), 16)
@@ -282,12 +292,49 @@ def box_unit(axis: AxisGeometry, window: int) -> int:
     return math.lcm(axis.stride, window) // axis.stride
 
 
-def register_tile(channels: int, registers: int) -> tuple[int, int]:
-    """``(thread_c, thread_w)`` for a group of ``channels`` output channels.
+@dataclass(frozen=True)
+class DeviceClass:
+    """Defaults for one class of CPU devices; see ``device_classes.json``.
+
+    Attributes:
+        name: for people.
+        vec: lanes of a vector of float.
+        registers: vector registers.
+        register_tiles: ``(thread_c, thread_w)`` worth considering, best first among equals.
+    """
+
+    name: str
+    vec: int
+    registers: int
+    register_tiles: tuple[tuple[int, int], ...]
+
+
+@cache
+def device_classes() -> tuple[DeviceClass, ...]:
+    """The shipped device classes."""
+    text = (files("backends.opencl") / "device_classes.json").read_text(encoding="utf-8")
+    return tuple(
+        DeviceClass(
+            entry["name"],
+            entry["vec"],
+            entry["registers"],
+            tuple((c, w) for c, w in entry["register_tiles"]),
+        )
+        for entry in json.loads(text)["classes"]
+    )
+
+
+def device_class(vec: int) -> DeviceClass:
+    """The class of a device with ``vec`` lanes of float: the widest that is not wider."""
+    fitting = [entry for entry in device_classes() if entry.vec <= vec]
+    return max(fitting, key=lambda entry: entry.vec) if fitting else device_classes()[-1]
+
+
+def register_tile(channels: int, tiles: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """``(thread_c, thread_w)`` for a group of ``channels`` output channels, out of ``tiles``.
 
     Wide enough to keep the multiply-add pipes full, and wasting few channels on ragged groups.
     """
-    options = [(8, 2), (4, 4), (2, 8), (1, 8)] if registers >= 32 else [(6, 2), (4, 2), (2, 4), (1, 6)]
 
     def cost(option: tuple[int, int]) -> float:
         c, w = option
@@ -295,7 +342,7 @@ def register_tile(channels: int, registers: int) -> tuple[int, int]:
         loads = (c + w) / (c * w)
         return padded * (1 + 0.5 * loads)
 
-    return min(options, key=cost)
+    return min(tiles, key=cost)
 
 
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
@@ -330,39 +377,59 @@ def work(layout: LineLayout) -> float:
     return tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
 
 
-def choose_tile(
+@dataclass(frozen=True)
+class Wanted:
+    """Tile parameters that are fixed from outside; None leaves one open."""
+
+    register_tile: tuple[int, int] | None = None
+    box: tuple[int, int] | None = None
+    flat: bool | None = None
+
+
+def ranked_tiles(
     geometry: ConvGeometry,
     fold: Fold | None,
     vec: int,
-    registers: int,
+    register_tiles: Sequence[tuple[int, int]],
     cache_bytes: int,
     itemsize: int,
     *,
-    winograd: bool = False,
-) -> tuple[Tile, float]:
-    """The default tile of one algorithm, and its estimated work per image.
+    winograd: bool,
+    wanted: Wanted = Wanted(),
+) -> list[tuple[float, Tile]]:
+    """Legal tiles with their estimated work per image, least first.
 
-    It is the one with the least work whose scratch fits the cache; where none fits, the smallest box.
+    Only boxes whose scratch fits ``cache_bytes``; the smallest box in any case, and a box that is asked for.
+
+    Raises:
+        InputError: a box that is asked for does not hold whole windows or pairs of rows.
     """
-    thread_c, thread_w = register_tile(geometry.out_channels // geometry.groups, registers)
+    thread_c, thread_w = wanted.register_tile or register_tile(
+        geometry.out_channels // geometry.groups, register_tiles
+    )
     window = fold.window if fold is not None else (1, 1, 1)
     pair = 2 if winograd else 1
     unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
     unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
-    best: tuple[float, Tile] | None = None
-    for repeat_d in (1, 2, 4):
-        for repeat_h in range(1, 17):
-            for flat in (False, True):
-                tile = Tile(vec, thread_c, thread_w, unit_d * repeat_d, unit_h * repeat_h, flat, winograd)
-                layout = LineLayout(geometry, fold, tile)
-                size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
-                smallest = repeat_d == repeat_h == 1
-                if size > cache_bytes and not smallest:
-                    continue
-                cost = layout.boxes[0] * layout.boxes[1] * work(layout)
-                if size > cache_bytes:
-                    cost *= 1.5
-                if best is None or cost < best[0] * 0.99:
-                    best = (cost, tile)
-    assert best is not None
-    return best[1], best[0]
+    boxes = [(unit_d * d, unit_h * h) for d in (1, 2, 4) for h in range(1, 17)]
+    if wanted.box is not None:
+        if wanted.box[0] % unit_d or wanted.box[1] % unit_h:
+            raise InputError(
+                f"box is {wanted.box[0]}x{wanted.box[1]}; expected multiples of {unit_d}x{unit_h} for this operator"
+            )
+        boxes = [wanted.box]
+    forms = (False, True) if wanted.flat is None else (wanted.flat,)
+    ranked: list[tuple[float, Tile]] = []
+    for number, (box_d, box_h) in enumerate(boxes):
+        for flat in forms:
+            tile = Tile(vec, thread_c, thread_w, box_d, box_h, flat, winograd)
+            layout = LineLayout(geometry, fold, tile)
+            size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
+            fits = size <= cache_bytes
+            if fits or number == 0:
+                ranked.append(
+                    (layout.boxes[0] * layout.boxes[1] * work(layout) * (1.0 if fits else 1.5), tile)
+                )
+    # Estimates within a percent are equal: the smaller box, which comes first, leaves more cache to others.
+    ranked.sort(key=lambda entry: round(math.log(entry[0]) / 0.01))
+    return ranked

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 
@@ -78,8 +79,20 @@ def axis_reason(axis: AxisGeometry) -> str | None:
     return None
 
 
-def pack_winograd_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.ndarray, list[int]]:
-    """Transformed weights in the order in which the kernel streams them, and where each (rd, rh) starts.
+def winograd_starts(layout: LineLayout) -> list[int]:
+    """Where the weights of each (rd, rh) start in what :func:`pack_winograd_weights` returns."""
+    g = layout.geometry
+    taps_w = sum(len(phase.taps) for phase in g.width.phases)
+    sizes = [
+        (len(d.taps) + 1) * (len(h.taps) + 1) * taps_w * layout.weights_per_tap
+        for d in g.depth.phases
+        for h in g.height.phases
+    ]
+    return [0, *accumulate(sizes[:-1])]
+
+
+def pack_winograd_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
+    """Transformed weights in the order in which the kernel streams them.
 
     Args:
         weight: ``(IC, OC/groups, KD, KH, KW)``.
@@ -101,18 +114,14 @@ def pack_winograd_weights(weight: np.ndarray, layout: LineLayout) -> tuple[np.nd
         return np.moveaxis(np.tensordot(factors, picked, axes=(1, axis)), 0, axis)
 
     parts: list[np.ndarray] = []
-    starts: list[int] = []
-    position = 0
     for phase_d in g.depth.phases:
         along_depth = components(phase_d, padded, 4)
         for phase_h in g.height.phases:
             both = components(phase_h, along_depth, 5)
-            starts.append(position)
             for part in range(both.shape[4]):
                 for phase_w in g.width.phases:
                     picked = np.take(both[:, :, :, :, part], [tap.index for tap in phase_w.taps], axis=5)
                     # from [group][ic][tile][c][component][tap] to [group][tile][component][tap][ic][c]
                     ordered = picked.transpose(0, 2, 4, 5, 1, 3).astype(weight.dtype)
                     parts.append(ordered.ravel())
-                    position += ordered.size
-    return np.concatenate(parts), starts
+    return np.concatenate(parts)

@@ -29,7 +29,8 @@
 // Local memory: where the positions lie, [BLOCK_M]; twice A [BLOCK_K][BLOCK_M] and B [BLOCK_K][BLOCK_N], one being filled while the
 // other is multiplied; results [RESULT_ROWS][COLUMNS], over both where they are not needed any more by then (RESULTS_AT 0); partial
 // sums over slices. Registers: THREAD_M*THREAD_N sums, as many again with USE_FOLD, and the next step's share of A and B, which is
-// on its way while the current step is multiplied. Barriers: one a step of K, three a phase, two a sum over slices.
+// on its way while the current step is multiplied. Barriers: one a step of K, three a phase (four
+// with USE_FOLD), two a sum over slices.
 // FLOPs 2*GEMM_M*GEMM_N*GEMM_K a phase; ideal bytes x + weights + y. Intensity of a work-group: BLOCK_M*BLOCK_N/(BLOCK_M + BLOCK_N)
 // multiply-adds a loaded value.
 //
@@ -96,11 +97,12 @@ static void fetch(REAL *a, REAL *b, global const REAL *x, global const REAL *wei
     for (int i = 0; i < STAGE_ROWS; i++) {
       const int k = slice + i * STAGE_SLICES;
       const int slot = BLOCK_T == 1 ? 0 : k / BLOCK_C, c = c0 + (BLOCK_T == 1 ? k : k % BLOCK_C);
-      const int4 input = place + taps[slot < taps_left ? slot : 0];
+      const int4 tap = taps[slot < taps_left ? slot : 0];
+      const int d = place.x + tap.x, h = place.y + tap.y, w = place.z + tap.z;
       REAL value = R(0.0);
-      if (place.w >= 0 && slot < taps_left && c < GROUP_IC && (uint)input.x < ID && (uint)input.y < IH && (uint)input.z < IW) {
+      if (place.w >= 0 && slot < taps_left && c < GROUP_IC && (uint)d < ID && (uint)h < IH && (uint)w < IW) {
         const int channel = group * GROUP_IC + c;
-        value = x[((long)place.w * IC + channel) * INPUT_PLANE + ((long)input.x * IH + input.y) * IW + input.z];
+        value = x[((long)place.w * IC + channel) * INPUT_PLANE + ((long)d * IH + h) * IW + w];
         PROLOGUE(value, channel);
       }
       a[i * STAGE_COLUMNS + j] = value;
@@ -222,7 +224,7 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
     barrier(CLK_LOCAL_MEM_FENCE);  // the phase's results are there
 #if USE_FOLD
     STAGES_BEFORE_FOLD;
-    // One channel tile holds all that is folded.
+    barrier(CLK_LOCAL_MEM_FENCE);  // what the steps before the fold wrote is there
     local const real_m *own = (local const real_m *)(results + tn * (THREAD_N * COLUMNS)) + tm;
 #define FOLD(j)                                                        \
   if (tn * THREAD_N + j < FOLD_CHANNELS) {                             \

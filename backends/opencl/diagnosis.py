@@ -1,0 +1,91 @@
+"""What ``dispatcher doctor`` says of OpenCL: runtimes, their libraries, the loader's settings, caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from backends.opencl import pocl
+from backends.opencl.icd import IcdEntry, prepare_icd_vendors
+from dispatcher.interface import Finding
+
+INSTALL = "pip install 'kernel-dispatcher[cpu]', or install your system's OpenCL driver (pocl-opencl-icd)"
+
+#: Environment variables that change what is found, and what to know of them.
+VARIABLES = {
+    "OCL_ICD_VENDORS": "the loader reads .icd files from there only",
+    "OPENCL_VENDOR_PATH": "the loader reads .icd files from there only",
+    "OCL_ICD_FILENAMES": "the loader in PyOpenCL's wheel does not know it; use OCL_ICD_VENDORS",
+    "POCL_CACHE_DIR": "PoCL keeps compiled kernels there",
+    "POCL_DEVICES": "PoCL lists these devices only",
+    "PYOPENCL_CTX": "it is not used here; name a device with --device or DISPATCHER_DEVICE",
+}
+
+_LOAD_LIMIT_S = 20.0
+_LOAD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from backends.opencl import icd; "
+    "icd.prepare_icd_vendors(); print(icd.load_error(sys.argv[2]) or '')"
+)
+
+
+def diagnose() -> Iterator[Finding]:
+    """Look at everything that OpenCL needs; never raises."""
+    settings = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    try:
+        yield Finding("opencl", "PyOpenCL", "ok", metadata.version("pyopencl"))
+    except metadata.PackageNotFoundError:
+        yield Finding("opencl", "PyOpenCL", "problem", "it is not installed", "pip install pyopencl")
+    report = prepare_icd_vendors()
+    yield Finding("opencl", "loader", "ok", f"reads {report.vendors}: {report.reason}")
+    for name, value in settings.items():
+        if value != str(report.vendors) or not report.changed:
+            yield Finding("opencl", name, "note", f"is {value!r}: {VARIABLES[name]}", f"unset {name}")
+    if not report.entries:
+        yield Finding("opencl", "runtimes", "problem", f"there is no .icd file in {report.vendors}", INSTALL)
+    for entry in report.entries:
+        yield _runtime(entry)
+    if any("pocl" in entry.library.lower() for entry in report.entries if entry.used):
+        folder = pocl.cache_folder()
+        reason = pocl.unusable(folder)
+        if reason is None:
+            yield Finding("opencl", "PoCL's cache", "ok", str(folder))
+        else:
+            remedy = f"set {pocl.VARIABLE} to a folder that can be written to"
+            yield Finding("opencl", "PoCL's cache", "problem", f"{reason}, so PoCL lists no device", remedy)
+
+
+def _runtime(entry: IcdEntry) -> Finding:
+    """One runtime: is its library there, and does it load?"""
+    subject = str(entry.icd_file)
+    named = entry.library or "no library"
+    if not entry.used:
+        # A second file for a runtime that is used anyway does no harm.
+        harmless = "has the same name" in entry.reason or "already names" in entry.reason
+        remedy = "" if harmless else f"correct or remove {subject}; {INSTALL}"
+        verdict = "note" if harmless else "problem"
+        return Finding("opencl", subject, verdict, f"{named}: {entry.reason}", remedy)  # type: ignore[arg-type]
+    error = _load_error(entry.library)
+    if error:
+        return Finding("opencl", subject, "problem", f"{named} cannot be loaded: {error}", INSTALL)
+    return Finding("opencl", subject, "ok", f"{named}, {entry.reason}")
+
+
+def _load_error(library: str) -> str:
+    """Why a library does not load, found out in a process of its own, which it may kill; empty when it does."""
+    import json
+
+    command = [sys.executable, "-c", _LOAD, json.dumps(sys.path), library]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LOAD_LIMIT_S, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return f"it hung for {_LOAD_LIMIT_S:g} s"
+    except OSError as error:
+        return f"no process to try it in: {error}"
+    if done.returncode != 0:
+        return f"it ended the process with {done.returncode}"
+    return done.stdout.strip()

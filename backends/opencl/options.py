@@ -1,0 +1,75 @@
+"""Tuning options of the OpenCL backend: what a user or a tuner may fix, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dispatcher.errors import InputError
+
+#: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
+ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
+LINES = ("rows", "flat")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is fixed; None leaves a parameter to the backend.
+
+    Attributes:
+        algorithm: one of :data:`ALGORITHMS`.
+        tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
+        box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
+        line: ``rows`` or ``flat`` (direct and winograd); see :mod:`backends.opencl.tiles`.
+    """
+
+    algorithm: str = "auto"
+    tile: str | None = None
+    box: str | None = None
+    line: str | None = None
+
+    @staticmethod
+    def parse(options: Mapping[str, Any]) -> Options:
+        """Check a user's options.
+
+        Raises:
+            InputError: a key is unknown or a value is not one of its own.
+        """
+        known = list(asdict(Options()))
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise InputError(
+                f"option {unknown[0]!r} is unknown to backend opencl; it takes: {', '.join(known)}"
+            )
+        parsed = Options(**options)
+        if parsed.algorithm not in ALGORITHMS:
+            raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
+        if parsed.line is not None and parsed.line not in LINES:
+            raise InputError(f"line is {parsed.line!r}; expected one of {', '.join(LINES)}")
+        for name in ("tile", "box"):
+            pair(name, getattr(parsed, name))
+        return parsed
+
+    @property
+    def fixes_tile(self) -> bool:
+        """True when a tile parameter is fixed."""
+        return any(value is not None for value in (self.tile, self.box, self.line))
+
+    def given(self) -> dict[str, str]:
+        """The options that are fixed, as a mapping that :meth:`parse` reads."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def pair(name: str, text: str | None) -> tuple[int, int] | None:
+    """``"4x2"`` as ``(4, 2)``.
+
+    Raises:
+        InputError: it is not two numbers from 1 to 64.
+    """
+    if text is None:
+        return None
+    parts = text.split("x") if isinstance(text, str) else []
+    if len(parts) == 2 and all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
+        return int(parts[0]), int(parts[1])
+    raise InputError(f"{name} is {text!r}; expected two numbers from 1 to 64 such as '4x2'")

@@ -1,0 +1,62 @@
+"""Which options are worth measuring for an operator on a CPU device, and filing the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backends.opencl import lines, tuned
+from backends.opencl.fusion import LineFusion, sort_epilogue
+from backends.opencl.options import Options
+from backends.opencl.runtime import OpenClRuntime
+from backends.opencl.tiles import Fold, device_class
+from dispatcher.geometry import ConvGeometry
+from dispatcher.operator import Operator
+from dispatcher.planner import plan
+from dispatcher.steps import ConvTranspose3d
+
+#: Boxes to measure for each algorithm and register tile: those with the least estimated work.
+BOXES = 3
+
+
+def _convolutions(operator: Operator) -> Iterator[tuple[ConvGeometry, Fold | None]]:
+    """Geometry and fold of each convolution as the CPU kernels run it."""
+    for segment in plan(operator, LineFusion()):
+        if segment.convolution is not None:
+            step = operator.steps[segment.convolution]
+            assert isinstance(step, ConvTranspose3d)
+            yield step.geometry, sort_epilogue(segment.epilogue(operator)).fold
+
+
+def _real(operator: Operator) -> np.dtype[np.floating]:
+    return np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
+
+
+def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str]]:
+    """Options to measure, without repeats: algorithms, register tiles, and the most promising boxes of each.
+
+    Tiles are ranked for the operator's first convolution. Empty where nothing can be tuned.
+    """
+    facts, real = runtime.facts, _real(operator)
+    convolutions = list(_convolutions(operator))
+    if not facts.cpu or not convolutions:
+        return []
+    geometry, fold = convolutions[0]
+    found: list[dict[str, str]] = []
+    for algorithm in ("direct", "winograd"):
+        if algorithm == "winograd" and lines.no_transform(geometry) is not None:
+            continue
+        for c, w in device_class(facts.vec).register_tiles:
+            options = Options(algorithm, tile=f"{c}x{w}")
+            ranked = lines.ranked(geometry, fold, facts, real, options, winograd=algorithm == "winograd")
+            for _, tile in ranked[:BOXES]:
+                box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
+                found.append(Options(algorithm, f"{c}x{w}", box, line).given())
+    return found
+
+
+def remember(runtime: OpenClRuntime, operator: Operator, options: Options, gain: float) -> None:
+    """File ``options`` for every convolution of ``operator``."""
+    for geometry, fold in _convolutions(operator):
+        tuned.remember(runtime.identity, geometry, fold, _real(operator).name, options, gain)
