@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of every --json output; raised when a key changes its meaning or goes away
 MAX_SEED = 2**64 - 1
+LOGGERS = ("dispatcher", "backends")
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 
@@ -58,11 +59,48 @@ class _Debug:
     on = False
 
 
+class _Told:
+    """What stderr has been told of devices that were passed over, so that it is told once."""
+
+    texts: ClassVar[set[str]] = set()
+
+
+class _Changed:
+    """Environment variables that an option has changed, and what they were before."""
+
+    variables: ClassVar[dict[str, str | None]] = {}
+
+
 def _enable_debug(value: bool) -> bool:
     if value:
         _Debug.on = True
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+        _log_to_stderr(logging.DEBUG)
     return value
+
+
+def _enable_log(value: bool) -> bool:
+    if value:
+        _log_to_stderr(logging.INFO)
+    return value
+
+
+def _switch_self_tests(value: bool | None) -> bool | None:
+    if value is not None:
+        from dispatcher.selftest import VARIABLE
+
+        _Changed.variables[VARIABLE] = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = "on" if value else "off"
+    return value
+
+
+def _log_to_stderr(level: int) -> None:
+    """Show our own log on stderr until main() ends."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
 
 
 def _print_version(value: bool) -> bool:
@@ -83,8 +121,9 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         metavar="D",
-        help="auto, a backend, backend:index, backend:part-of-name, or several with commas in order of "
-        "preference. If left out: the environment variable DISPATCHER_DEVICE, then auto.",
+        help="auto, a backend, backend:index, backend:part-of-name, all-of:backend to share the batch among its "
+        "devices, or several with commas in order of preference. If left out: the environment variable "
+        "DISPATCHER_DEVICE, then auto.",
     ),
 ]
 DeviceOrAllOption = Annotated[str | None, typer.Option(metavar="D|all", help="A device, or all usable ones.")]
@@ -110,7 +149,24 @@ SeedOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DebugOption = Annotated[
     bool,
-    typer.Option("--debug", callback=_enable_debug, is_eager=True, help="Log what happens; show tracebacks."),
+    typer.Option("--debug", callback=_enable_debug, is_eager=True, help="Log everything; show tracebacks."),
+]
+VerboseOption = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", callback=_enable_log, is_eager=True, help="Log what happens."),
+]
+SelfTestOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--self-test/--no-self-test",
+        callback=_switch_self_tests,
+        is_eager=True,
+        help="Try each device out in another process before its first use, or do not. If left out: the "
+        "environment variable DISPATCHER_SELF_TEST, then yes.",
+    ),
+]
+RetestOption = Annotated[
+    bool, typer.Option("--retest", help="Try the devices out again, whatever is known from earlier.")
 ]
 
 
@@ -128,12 +184,19 @@ def _root(
 
 
 @app.command("devices")
-def devices_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
+def devices_command(
+    retest: RetestOption = False,
+    self_test: SelfTestOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
     """List the devices of this machine, and why some cannot be used."""
     from dispatcher.explanation import device_dict
     from dispatcher.selection import devices, first_usable, parse_request
+    from dispatcher.selftest import failed
 
-    found = devices()
+    found = devices(retest=retest)
     try:
         auto = first_usable(parse_request("auto"))[0].id
     except DeviceError:
@@ -142,13 +205,51 @@ def devices_command(as_json: JsonOption = False, debug: DebugOption = False) -> 
         _print_json("devices", {"devices": [device_dict(device) for device in found], "auto": auto})
         return
     rows = [
-        (device.id, device.kind, "yes" if device.available else "no", device.name)
+        (device.id, device.kind, "fails" if failed(device) else "yes", _tested_as(device), device.name)
         if device.available
-        else (device.backend if device.name == device.backend else device.id, "", "no", device.reason or "")
+        else (
+            device.backend if device.name == device.backend else device.id,
+            "",
+            "no",
+            "",
+            device.reason or "",
+        )
         for device in found
     ]
-    _print(_table(("DEVICE", "KIND", "USABLE", "NAME, OR WHY NOT"), rows))
+    _print(_table(("DEVICE", "KIND", "USABLE", "SELF-TEST", "NAME, OR WHY NOT"), rows))
     _print(f"auto picks {auto}" if auto else "auto finds no usable device")
+
+
+@app.command("doctor")
+def doctor_command(
+    retest: RetestOption = False,
+    self_test: SelfTestOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Say what was looked for and found, and what would mend it; exit 3 when only NumPy works."""
+    from dispatcher.doctor import doctor
+
+    with _progress("examining"):
+        diagnosis = doctor(retest=retest)
+    if as_json:
+        _print_json("doctor", diagnosis.as_dict())
+    else:
+        _print(
+            _table(
+                ("VERDICT", "ABOUT", "WHAT", "FOUND"),
+                [(each.verdict, each.topic, each.subject, each.detail) for each in diagnosis.findings],
+            )
+        )
+        remedies = [each for each in diagnosis.findings if each.verdict != "ok" and each.remedy]
+        if remedies:
+            _print("\nwhat would mend or undo that:")
+            _print("\n".join(f"  {each.subject}: {each.remedy}" for each in remedies))
+        names = ", ".join(device.id for device in diagnosis.working)
+        _print(f"\naccelerated devices that work: {names or 'none'}")
+    if not diagnosis.working:
+        raise typer.Exit(DeviceError.exit_code)
 
 
 @app.command("problems")
@@ -234,15 +335,24 @@ def run_command(
     output: Annotated[
         str | None, typer.Option("--output", metavar="FILE.npy", help="Where to write the result.")
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace", metavar="FILE.json", help="Where to write what the calls did, for Chrome's tracing."
+        ),
+    ] = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
     repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls after the first one.")] = "1",
     verify: Annotated[bool, typer.Option(help="Compare the result with the reference.")] = True,
+    self_test: SelfTestOption = None,
     as_json: JsonOption = False,
+    verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Run a problem once and say how it went."""
+    from dispatcher import tracing
     from dispatcher.arguments import bind_arguments, parse_assignments, sort_arguments
     from dispatcher.explanation import device_dict, operator_dict, skipped_list
     from dispatcher.inputs import random_tensors
@@ -255,7 +365,8 @@ def run_command(
     loaded = load_problem(problem)
     seed_number, repeats = _whole("--seed", seed, 0, MAX_SEED), _whole("--repeat", repeat, 1)
     _check_choices(dtype, precision)
-    target = None if output is None else _output_path(output)
+    target = None if output is None else _output_path("--output", output)
+    trace_file = None if trace is None else _output_path("--trace", trace)
     parse_request(device)
     arguments = parse_assignments(loaded, settings or [], "--set")
     files = _read_tensors(loaded, tensor or [])
@@ -277,20 +388,22 @@ def run_command(
     tensors = {name: _in_memory(array, operator) for name, array in tensors.items()}
     inputs_s = time.perf_counter() - start
 
-    start = time.perf_counter()
-    with _progress("compiling"):
-        call = call_on(operator, tensors, device)
-    compile_s = time.perf_counter() - start
+    with tracing.recording(trace_file):
+        start = time.perf_counter()
+        with _progress("compiling"):
+            call = call_on(operator, tensors, device)
+        compile_s = time.perf_counter() - start
 
-    before = checksums(tensors) if verify else {}
-    times: list[float] = []
-    with _progress(f"running on {call.choice.device.id}", repeats + 1) as advance:
-        for number in range(repeats + 1):
-            result = poisoned(operator.output_shape, operator.dtype)
-            start = time.perf_counter()
-            call(output=result)
-            times.append(time.perf_counter() - start)
-            advance((number + 1) / (repeats + 1))
+        before = checksums(tensors) if verify else {}
+        times: list[float] = []
+        with _progress(f"running on {call.choice.device.id}", repeats + 1) as advance:
+            for number in range(repeats + 1):
+                result = poisoned(operator.output_shape, operator.dtype)
+                start = time.perf_counter()
+                call(output=result)
+                times.append(time.perf_counter() - start)
+                advance((number + 1) / (repeats + 1))
+    _tell_skipped(call.choice.skipped)
     first_s, warm_s = times[0], times[1:]
     if target is not None:
         _write_array(target, result)
@@ -333,7 +446,9 @@ def explain_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
+    self_test: SelfTestOption = None,
     as_json: JsonOption = False,
+    verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what a call would do, and where, without running it."""
@@ -353,6 +468,7 @@ def explain_command(
             **parse_assignments(loaded, settings or [], "--set"),
         )
     report = explanation.as_dict()
+    _tell_skipped(explanation.skipped)
     if as_json:
         _print_json("explain", {**report, "case": case or _default_case(loaded)})
         return
@@ -417,7 +533,9 @@ def verify_command(
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
+    self_test: SelfTestOption = None,
     as_json: JsonOption = False,
+    verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Compare devices with the reference, element by element."""
@@ -438,6 +556,8 @@ def verify_command(
                 progress=partial(_report_part, advance, number, len(chosen)),
                 **arguments,
             )
+    for result in results:
+        _tell_skipped(result.skipped)
     failed = [result for result in results if result.outcome == "failed"]
     broken = [result for result in results if result.outcome == "error"]
     refused = [result for result in results if result.outcome == "unsupported" and device != "all"]
@@ -477,7 +597,9 @@ def bench_command(
     repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls.")] = "10",
     warmup: Annotated[str, typer.Option(metavar="N", help="Calls before them.")] = "2",
     verify: Annotated[bool, typer.Option(help="Check the result before timing.")] = True,
+    self_test: SelfTestOption = None,
     as_json: JsonOption = False,
+    verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Time problems on devices, and check the results first."""
@@ -511,6 +633,7 @@ def bench_command(
                     **arguments,
                 )
                 results.append((its_case, timed))
+                _tell_skipped(timed.skipped)
             except InputError:
                 raise
             except DispatcherError as failure:
@@ -659,19 +782,19 @@ def _in_memory(array: np.ndarray, operator: Operator) -> np.ndarray:
 
 
 # ---- output ------------------------------------------------------------------------------------------------
-def _output_path(text: str) -> Path:
-    """The file that a result will be written to.
+def _output_path(option: str, text: str) -> Path:
+    """The file that an option names, which will be written to.
 
     Raises:
         InputError: it cannot be written there.
     """
     path = Path(os.path.realpath(text))
     if not path.parent.is_dir():
-        raise InputError(f"--output {text!r}: the folder {str(path.parent)!r} does not exist; make it first")
+        raise InputError(f"{option} {text!r}: the folder {str(path.parent)!r} does not exist; make it first")
     if path.exists() and not path.is_file():
-        raise InputError(f"--output {text!r} is not a regular file; name a new one or one to replace")
+        raise InputError(f"{option} {text!r} is not a regular file; name a new one or one to replace")
     if not text or not os.access(path.parent, os.W_OK):
-        raise InputError(f"--output {text!r}: the folder {str(path.parent)!r} cannot be written to")
+        raise InputError(f"{option} {text!r}: the folder {str(path.parent)!r} cannot be written to")
     return path
 
 
@@ -844,6 +967,12 @@ def _plain(value: Any) -> str:
     return str(value[0]) if len(set(value)) == 1 else f"({', '.join(map(str, value))})"
 
 
+def _tested_as(device: Device) -> str:
+    """What a usable device's self-test found, in few words."""
+    speed = device.facts.get("self_test_gflops")
+    return f"{speed:.3g} GFLOP/s" if isinstance(speed, float) else str(device.facts.get("self_test", ""))
+
+
 def _seconds(value: float) -> str:
     for limit, unit, factor in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
         if value < limit:
@@ -886,6 +1015,15 @@ def _report_part(
     advance((number + done) / count)
 
 
+def _tell_skipped(skipped: Sequence[tuple[str, str]]) -> None:
+    """Say once on stderr what was passed over, where a warning has not said so."""
+    for label, reason in skipped:
+        if not any(text.startswith((f"{label} (", f"{label} is passed over")) for text in _Told.texts):
+            text = f"{label} is passed over: {reason}"
+            _Told.texts.add(text)
+            print(f"note: {text}", file=sys.stderr)
+
+
 def _complain(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
 
@@ -895,8 +1033,28 @@ def _one_line(error: BaseException) -> str:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    first = str(message).strip().splitlines()[:1]
-    print(f"warning: {first[0] if first else type(message).__name__}", file=sys.stderr)
+    text = next(iter(str(message).strip().splitlines()), type(message).__name__)
+    _Told.texts.add(text)
+    print(f"warning: {text}", file=sys.stderr)
+
+
+@contextmanager
+def _undone_at_the_end() -> Iterator[None]:
+    """Take back what options change for this process: log handlers and the switch of self-tests."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    states = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, level, handlers in states:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+        for name, before in _Changed.variables.items():
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+        _Changed.variables.clear()
 
 
 # ---- the program -------------------------------------------------------------------------------------------
@@ -910,8 +1068,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     _Debug.on = False
+    _Told.texts.clear()
     command = typer.main.get_command(app)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _undone_at_the_end():
         warnings.showwarning = _show_warning
         try:
             code = command.main(

@@ -243,10 +243,13 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
                 other = tensors[operand.name] if isinstance(operand, TensorOperand) else scalar(operand)
                 value = node("Add" if function == "add" else "Mul", value, constant(other))
             case Normalize(axes=(1,), groups=1, weight=None, bias=None):
-                moved = node("Transpose", value, perm=[0, 2, 3, 4, 1])
-                ones = constant(np.ones(step.shape[1]))
-                normal = node("LayerNormalization", moved, ones, axis=-1, epsilon=step.eps)
-                value = node("Transpose", normal, perm=[0, 4, 1, 2, 3])
+                # In primitives: both libraries fuse them, and are slower with the LayerNormalization
+                # operator between two transpositions, OpenVINO several times.
+                axes = constant(step.axes, np.int64)
+                centred = node("Sub", value, node("ReduceMean", value, axes, keepdims=1))
+                variance = node("ReduceMean", node("Mul", centred, centred), axes, keepdims=1)
+                deviation = node("Sqrt", node("Add", variance, constant(step.eps)))
+                value = node("Div", centred, deviation)
             case Softmax(axes=(2, 3, 4)):
                 flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
                 value = node("Softmax", flat, axis=2)
@@ -651,7 +654,13 @@ def _bars(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: M
                 places, heights, width * 0.94, yerr=(below, above), color=colours[each["name"]],
                 label=each["label"], error_kw={"elinewidth": 0.8}, zorder=2,
             )  # fmt: skip
-            axis.bar_label(bars, fmt=lambda ms: f"{ms:.3g}", fontsize=6.5, padding=2, rotation=90)
+            axis.bar_label(
+                bars,
+                fmt=lambda ms: f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
+                fontsize=6.5,
+                padding=2,
+                rotation=90,
+            )
     axis.set_xticks(
         range(len(cases)), [short(case["problem"]).replace("-", "-\n", 2) for case in cases], fontsize=8
     )

@@ -54,6 +54,11 @@ def block(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     return run
 
 
+def a_call(sample: measure.Sample, calls: int) -> measure.Sample:
+    """A block's sample, as the time of one of its calls."""
+    return replace(sample, seconds=sample.seconds / calls)
+
+
 def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Namespace) -> dict[str, Any]:
     """Samples of the three ways to call, in seconds a block, and the kernels' own time."""
     operator = bind_case(PROBLEM, None, TINY)
@@ -89,7 +94,8 @@ def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Name
         "kernel_median_s": statistics.median(kernels),
         "failures": sampling.failures,
         "results": {
-    XX name, samples in sampling.samples.items()
+            name: {"samples": measure.sample_lists([a_call(sample, settings.calls) for sample in samples])}
+            for name, samples in sampling.samples.items()
             if samples
         },
     }

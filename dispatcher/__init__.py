@@ -1,8 +1,8 @@
 """Run fused 3-D operators, described once in a YAML file, on CUDA, OpenCL or NumPy.
 
 ``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
-there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``benchmark`` times them,
-and ``doctor`` says what keeps devices from working.
+there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``benchmark``
+times them, and ``doctor`` says what keeps devices from working.
 
 Importing this package loads neither a GPU library nor NumPy: each name is imported when it is first used.
 """

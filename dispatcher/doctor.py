@@ -31,8 +31,8 @@ class Diagnosis:
     Attributes:
         findings: everything that was looked at, with a verdict each.
         devices: every device of every backend.
-        working: the devices, beside the reference, that passed their self-test (or are usable, where self-tests
-            are switched off).
+        working: the devices, beside the reference, that passed their self-test, or that are usable where
+            self-tests are switched off.
     """
 
     findings: tuple[Finding, ...]
@@ -135,7 +135,7 @@ def _backend(name: str, module: str) -> list[Finding]:
 
 
 def _works(device: Device) -> bool:
-    return device.available and not str(device.facts.get("self_test", "")).startswith(selftest.FAILED)
+    return device.available and not selftest.failed(device)
 
 
 def _device(device: Device) -> Finding:

@@ -147,7 +147,7 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
 def _key(*parts: Any) -> str:
     from dispatcher import __version__
 
-    return json.dumps((_FORMAT, __version__, sys.executable, *parts))
+    return json.dumps((_FORMAT, __version__, sys.prefix, *parts))
 
 
 def _known(key: str, arguments: Sequence[str], what: str, again: bool) -> SelfTest | None:
@@ -274,6 +274,11 @@ def apply(device: Device, found: SelfTest | None) -> Device:
 def speed(device: Device) -> float:
     """GFLOP/s that the device's self-test measured; 0 where there is no measure."""
     return float(device.facts.get("self_test_gflops", 0.0))
+
+
+def failed(device: Device) -> bool:
+    """Whether the self-test's operator could not be built or run on a device that survived it."""
+    return str(device.facts.get("self_test", "")).startswith(FAILED)
 
 
 # ---- in the child process ----------------------------------------------------------------------------------

@@ -250,6 +250,16 @@ def _magnitude(array: Array) -> float:
     return math.ldexp(1.0, math.frexp(largest)[1])
 
 
+def _largest_neighbour(values: Array, axis: int, distance: int) -> Array:
+    """The largest of each element and the two that lie ``distance`` away along ``axis``."""
+    before = (slice(None),) * axis + (slice(None, -distance),)
+    behind = (slice(None),) * axis + (slice(distance, None),)
+    largest: Array = values.copy(order="K")
+    np.maximum(largest[behind], values[before], out=largest[behind])
+    np.maximum(largest[before], values[behind], out=largest[before])
+    return largest
+
+
 class _Rules:
     """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
 
@@ -297,6 +307,9 @@ class _Rules:
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
+        # Fast algorithms compute neighbours of one phase together, with errors of the size of the largest.
+        for axis, along in enumerate(step.geometry.axes, start=2):
+            squares = _largest_neighbour(squares, axis, along.stride)
         y_squared = np.square(y)
         squares = np.maximum(squares, y_squared / terms)
         error: Array = unit * np.sqrt(y_squared + squares)

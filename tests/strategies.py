@@ -177,7 +177,12 @@ class Recipe:
     def __repr__(self) -> str:
         return f"operator_of({dict(self.shapes)!r}, {list(self.pipeline)!r}, {self.dtype!r})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis shows of a failing example."""
+        printer.text(repr(self))
+
     def bind(self) -> Operator:
+        """The operator itself."""
         return operator_of(self.shapes, self.pipeline, self.dtype)
 
 

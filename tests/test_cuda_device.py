@@ -3,7 +3,9 @@ stay put."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
 import importlib.util
 import os
 import stat
@@ -11,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from backends.cuda import BACKEND, driver, toolkit
+from backends.cuda import BACKEND, dlpack, driver, toolkit
 from backends.cuda.driver import DeviceArray
 from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
@@ -73,6 +76,26 @@ def test_a_result_feeds_the_next_call(tensors: dict[str, np.ndarray]) -> None:
     second = compiled(double)({"x": first, "w": w})
     close(second.get(), 2 * reference(SMALL, tensors))
     x.free()
+
+
+def test_a_result_as_dlpack(tensors: dict[str, np.ndarray]) -> None:
+    result = compiled(SMALL)({**tensors, "x": OnDevice(tensors["x"])})
+    assert result.__dlpack_device__() == (2, 0)
+    capsule = result.__dlpack__()
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    managed = dlpack.ManagedTensor.from_address(pointer(capsule, b"dltensor"))
+    tensor = managed.tensor
+    assert tensor.data == result.__cuda_array_interface__["data"][0] and tensor.ndim == 5
+    assert tuple(tensor.shape[:5]) == SMALL.output_shape and tensor.strides[4] == 1
+    assert (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (2, 32, 1)
+    kept = weakref.ref(result)
+    del result
+    gc.collect()
+    assert kept() is not None  # the capsule holds it
+    del capsule, managed, tensor
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("offset", [4, 8, 16])

@@ -116,8 +116,8 @@ MUTANTS = {
     ),
     "halo maximum from zero": Mutant(
         "conv_halo.cu",
-        "total = q == 0              ? acc[m][n][i]",
-        "total = q == 0              ? max_nan(acc[m][n][i], 0.f)",
+        "total = q == 0             ? acc[m][n][i]",
+        "total = q == 0             ? max_nan(acc[m][n][i], 0.f)",
         "pool",
     ),
     "halo maximum drops NaN": Mutant(

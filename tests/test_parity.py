@@ -12,7 +12,7 @@ import pytest
 from dispatcher.arguments import bind_arguments, sort_arguments
 from dispatcher.loader import load_problem, problem_names
 from dispatcher.operator import DTYPES, Operator
-from tests.strategies import PLACES, Place, every_brisk_place, tensors_of
+from tests.strategies import PLACES, Place, conv_operator, every_brisk_place, every_device, tensors_of
 
 #: Cases too large for a test, and the one that shows most.
 LARGE = ("kernelbench",)
@@ -76,3 +76,44 @@ def test_an_empty_batch_gives_an_empty_result(place: Place, name: str) -> None:
     sizes = {size: value for size, value in operator.sizes.items() if size != "batch_size"}
     result = place.run(name, **sizes, **operator.scalars, **tensors)
     assert result.shape == (0, *operator.output_shape[1:]) and result.dtype == np.float32
+
+
+def pool(function: str, window: list[int]) -> dict[str, Any]:
+    return {"op": f"{function}_pool3d", "window": window}
+
+
+def over(op: str, axis: str) -> dict[str, Any]:
+    return {"op": op, "axis": axis}
+
+
+#: Sizes far from the usual ones: input, output channels, kernel, and the rest.
+EXTREMES: dict[str, tuple[tuple[int, ...], int, tuple[int, ...], dict[str, Any]]] = {
+    "dilation_1000": ((1, 2, 2, 2, 2), 3, (2, 2, 2), {"dilation": [1000, 1, 50], "stride": [3, 1, 2]}),
+    "many_phases": ((1, 2, 2, 2, 3), 3, (2, 2, 2), {"stride": [37, 1, 41], "bias": True}),
+    "padding_beyond_the_input": ((2, 3, 2, 3, 2), 4, (9, 11, 9), {"padding": [4, 5, 4]}),
+    "kernel_beyond_the_input": ((1, 2, 1, 1, 2), 3, (7, 5, 31), {}),
+    "width_1": ((3, 5, 7, 9, 1), 6, (3, 3, 1), {}),
+    "ragged_pools": (
+        (2, 3, 4, 5, 7),
+        6,
+        (3, 3, 3),
+        {"stride": [1, 2, 3], "after": [pool("avg", [3, 2, 3]), pool("avg", [1, 2, 2])]},
+    ),
+    "wide_window": ((2, 3, 1, 1, 400), 2, (1, 1, 3), {"before": [pool("avg", [1, 1, 130])]}),
+    "channels_in_4099": ((1, 4099, 1, 1, 3), 5, (1, 2, 1), {"bias": True}),
+    "groups_4099": ((1, 4099, 1, 2, 3), 4099, (1, 2, 2), {"groups": 4099, "stride": 2}),
+    "channels_out_400000": ((1, 1, 1, 1, 1), 400000, (1, 1, 1), {"after": [over("log_sum_exp", "channel")]}),
+    "norm_of_400000": ((1, 1, 1, 1, 1), 400000, (1, 1, 1), {"after": [over("layer_norm", "channel")]}),
+    "batch_70000": ((70000, 1, 1, 1, 1), 2, (1, 1, 2), {"after": [over("softmax", "spatial")]}),
+    "width_100000": ((1, 1, 1, 1, 100000), 2, (1, 1, 3), {"after": [over("softmax", "width")]}),
+    "depth_100000": ((1, 1, 100000, 1, 1), 2, (3, 1, 1), {"after": [over("mean", "depth")]}),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+@every_device
+def test_parity_at_extreme_sizes(place: Place, name: str) -> None:
+    shape, out_channels, kernel, options = EXTREMES[name]
+    operator = conv_operator(shape, out_channels, kernel, **options)
+    _, comparison = place.check(operator, tensors_of(operator))
+    assert comparison.passed, comparison.reason

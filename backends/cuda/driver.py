@@ -19,12 +19,12 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
-from backends.cuda import toolkit
+from backends.cuda import dlpack, toolkit
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
 
 _ALIGNMENT = 256
@@ -103,7 +103,8 @@ class Context:
         try:
             yield
         finally:
-            self.driver.Context.pop()
+            with suppress(self.driver.Error) if self._lost is not None else nullcontext():
+                self.driver.Context.pop()
 
     def failure(self, kernels: str, error: Exception) -> KernelError:
         """The error to raise when ``kernels`` failed; finds out whether the context survived. Call while
@@ -330,6 +331,13 @@ class DeviceArray:
             "version": 3,
             "stream": None,
         }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.KDL_CUDA, self._owner.index)
+
+    def __dlpack__(self, *, stream: Any = None, **versions: Any) -> Any:
+        """A DLPack capsule. The result is complete, so that no stream has to wait."""
+        return dlpack.capsule(self, self._pointer, self.shape, self.dtype, self._owner.index)
 
     def get(self) -> np.ndarray:
         """A copy on the host."""

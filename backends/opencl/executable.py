@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from dispatcher.steps import (
     Pointwise,
     ScalarOperand,
     Softmax,
+    Step,
     TensorOperand,
     ValueOperand,
 )
@@ -39,6 +40,8 @@ from dispatcher.steps import (
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
 HALF_RUN = 1024
+#: Phases of a convolution over lines, each with weights and a table entry of its own; with more, most are holes.
+MOST_PHASES = 512
 #: A result larger than this is written past the caches. A value that the next launch reads has to be
 #: larger than any cache first.
 STREAM_BYTES = 8 << 20
@@ -291,6 +294,12 @@ def _step_launches(
     return launches
 
 
+def _phases(step: Step) -> int:
+    """The phases of a convolution: the product of its strides."""
+    assert isinstance(step, ConvTranspose3d)
+    return math.prod(axis.stride for axis in step.geometry.axes)
+
+
 def fused_launches(
     runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any], options: Options
 ) -> list[Launch]:
@@ -300,6 +309,11 @@ def fused_launches(
     position = 0
     while position < len(segments):
         segment = segments[position]
+        if segment.convolution is not None and _phases(operator.steps[segment.convolution]) > MOST_PHASES:
+            note = f"more than {MOST_PHASES} phases"
+            launches += _step_launches(runtime, operator, segment.first, segment.last, real, note)
+            position += 1
+            continue
         if segment.convolution is not None:
             launches.append(LinesLaunch(runtime, operator, segment, real, options))
             position += 1
@@ -345,9 +359,11 @@ class OpenClExecutable:
         self._lock = threading.Lock()
         self._queue = runtime.queue()
         self._plans: dict[Options, list[Launch]] = {}
+        # Tensors and result first: an operator that is far too large may take very long to plan.
+        self._check_memory(self._outer_bytes())
         self._launches = self._plan(options)
         self._intermediate: dict[int, Any] = {}
-        self._check_memory()
+        self._check_memory(self._outer_bytes() | self._inner_bytes())
 
     def _plan(self, options: Options) -> list[Launch]:
         """The launches of one algorithm, made when first needed."""
@@ -371,19 +387,33 @@ class OpenClExecutable:
         step = self._operator.steps[index - 1]
         return math.prod(step.shape) * self._real.itemsize
 
-    def _check_memory(self) -> None:
-        facts, operator = self._runtime.facts, self._operator
-        final = len(operator.steps)
+    def _outer_bytes(self) -> dict[str, int]:
+        """Bytes of each tensor and of the result."""
+        operator = self._operator
         named = {
             f"tensor {name}": math.prod(shape) * self._real.itemsize
             for name, shape in operator.tensor_shapes.items()
         }
+        return named | {"output": self._value_bytes(len(operator.steps))}
+
+    def _inner_bytes(self) -> dict[str, int]:
+        """Bytes of the values between launches, and of scratch."""
+        named: dict[str, int] = {}
         for home in set(shared_storage(self._launches).values()):
-            where = "output" if home == final else f"value behind {operator.steps[home - 1].op}"
-            named[where] = self._value_bytes(home)
+            if home != len(self._operator.steps):
+                named[f"value {home} behind {self._operator.steps[home - 1].op}"] = self._value_bytes(home)
         for launch in self._launches:
             if isinstance(launch, LinesLaunch):
-                named[f"scratch of {launch.planned.name}"] = launch.scratch_bytes
+                named[f"scratch of {launch.planned.name} for value {launch.output}"] = launch.scratch_bytes
+        return named
+
+    def _check_memory(self, named: Mapping[str, int]) -> None:
+        """See to it that all of ``named`` fits the device.
+
+        Raises:
+            DeviceMemoryError: it does not.
+        """
+        facts = self._runtime.facts
         name, largest = max(named.items(), key=lambda item: item[1])
         device = self._runtime.device.name.strip()
         if largest > facts.largest_buffer:

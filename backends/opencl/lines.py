@@ -172,6 +172,7 @@ def _stages(
             case Reduce() as step:
                 combine = "max_keep_nan(a, b)" if step.function == "max" else "((a) + (b))"
                 values["STAGE_COMBINE(a, b)"] = combine
+                values["STAGE_IDENTITY"] = "-INFINITY" if step.function == "max" else "R(0.0)"
                 values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if step.function == "mean" else "R(1.0)"
         body = (
             defines(values)

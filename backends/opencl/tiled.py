@@ -124,6 +124,12 @@ class Tile:
         return max(1, self.work_items // self.block_m)
 
     @property
+    def stage_elements(self) -> tuple[int, int]:
+        """Elements of A and of B that a work-item stages in a step of K, at most 16 each."""
+        staged = (self.block_k * self.block_m, self.block_k * self.block_n)
+        return max(1, staged[0] // self.work_items), max(1, staged[1] // self.work_items)
+
+    @property
     def columns(self) -> int:
         """Columns of results."""
         return self.block_m * self.planes
@@ -270,6 +276,8 @@ class TileLayout:
             return "a step of several taps has to hold all channels"
         if tile.block_k % tile.stage_slices:
             return "a step of K has fewer rows than are staged at once"
+        if max(tile.stage_elements) > 16:
+            return "a work-item would stage more elements than it can hold on to"
         if tile.thread_m * tile.thread_n * words * (2 if self.task.fold else 1) > SUM_WORDS:
             return "too many sums for a work-item's registers"
         if self.task.fold and self.task.all_channels and self.task.geometry.groups * self.tiles > 1:
@@ -491,6 +499,8 @@ def render(
         "BLOCK_K": tile.block_k,
         "THREAD_M": tile.thread_m,
         "THREAD_N": tile.thread_n,
+        "STAGE_A_ELEMENTS": tile.stage_elements[0],
+        "STAGE_B_ELEMENTS": tile.stage_elements[1],
         "PLANES": tile.planes,
         "WORK_ITEMS": tile.work_items,
         "COLUMNS": tile.columns,
@@ -574,7 +584,7 @@ def build_segment(
             break
         builds += 1
         text, operands = render(layout, convolution, prologue, epilogue, operator.steps[segment.last].shape)
-        kernel = getattr(runtime.program(text), KERNEL)
+        kernel = cl.Kernel(runtime.program(text), KERNEL)
         info, device = cl.kernel_work_group_info, runtime.device
         most = kernel.get_work_group_info(info.WORK_GROUP_SIZE, device)
         taken = kernel.get_work_group_info(info.LOCAL_MEM_SIZE, device)

@@ -27,23 +27,22 @@
 //   every LANES-th column and of it every SLICES-th channel. Channel-wise steps combine the slices of a column.
 //
 // Local memory: where the positions lie, [BLOCK_M]; twice A [BLOCK_K][BLOCK_M] and B [BLOCK_K][BLOCK_N], one being filled while the
-// other is multiplied; results [RESULT_ROWS][COLUMNS], over both where they are not needed any more by then (RESULTS_AT 0); partial
-// sums over slices. Registers: THREAD_M*THREAD_N sums, as many again with USE_FOLD, and the next step's share of A and B, which is
-// on its way while the current step is multiplied. Barriers: one a step of K, three a phase (four
-// with USE_FOLD), two a sum over slices.
+// other is multiplied; results [channel][COLUMNS], over both where they are not needed any more by then (RESULTS_AT 0); partial sums
+// over slices. Registers: THREAD_M*THREAD_N sums, as many again with USE_FOLD, and the next step's share of A and B, which is on its
+// way while the current step is multiplied. Barriers: one a step of K, two before the steps of a phase and one behind them (two with
+// USE_FOLD), two a sum over slices.
 // FLOPs 2*GEMM_M*GEMM_N*GEMM_K a phase; ideal bytes x + weights + y. Intensity of a work-group: BLOCK_M*BLOCK_N/(BLOCK_M + BLOCK_N)
 // multiply-adds a loaded value.
 //
 // The host guarantees: weights are finite (zeros stand for what lies outside the tensor); every block extent is a power of two; the
 // constraints of tiled.py's Tile; the global size is whole work-groups; batch and extents are below 2^31.
 //
-// No private array lives across a barrier: one CPU runtime's vectoriser mixes up their elements.
+// There are no private arrays, and no vectors in memory but those of whole elements: CPU runtimes that run several work-items in the
+// lanes of a vector have been seen to mix them up. Functions take no restrict pointers: one simulator cannot inline them.
 
 #define STAGE_LANES (WORK_ITEMS < BLOCK_M ? WORK_ITEMS : BLOCK_M)  // work-items side by side along m while staging
 #define STAGE_SLICES (WORK_ITEMS / STAGE_LANES)
-#define STAGE_ROWS (BLOCK_K / STAGE_SLICES)     // rows of A that a work-item stages
-#define STAGE_COLUMNS (BLOCK_M / STAGE_LANES)   // columns of A that a work-item stages
-#define STAGE_WEIGHTS ((BLOCK_K * BLOCK_N + WORK_ITEMS - 1) / WORK_ITEMS)
+#define STAGE_COLUMNS (BLOCK_M / STAGE_LANES)  // columns of A that a work-item stages; of each every STAGE_SLICES-th row
 #define STAGE_SIZE (BLOCK_K * (BLOCK_M + BLOCK_N))
 #define THREADS_M (BLOCK_M / THREAD_M)
 #define THREADS_N (BLOCK_N / THREAD_N)
@@ -56,13 +55,17 @@ typedef PASTE(REAL, 8) real_8;
 typedef PASTE(real_, THREAD_M) real_m;
 typedef PASTE(real_, THREAD_N) real_n;
 
-// EACH_M(STATEMENT) is STATEMENT(0) ... STATEMENT(THREAD_M - 1), for components of vectors and for variables in registers.
+// EACH_M(STATEMENT) is STATEMENT(0) ... STATEMENT(THREAD_M - 1), for components of vectors and for variables in registers; likewise
+// EACH_N for channels, EACH_A and EACH_B for what a work-item stages of A and B.
 #define EACH_1(S) S(0)
 #define EACH_2(S) S(0) S(1)
 #define EACH_4(S) S(0) S(1) S(2) S(3)
 #define EACH_8(S) S(0) S(1) S(2) S(3) S(4) S(5) S(6) S(7)
+#define EACH_16(S) S(0) S(1) S(2) S(3) S(4) S(5) S(6) S(7) S(8) S(9) S(10) S(11) S(12) S(13) S(14) S(15)
 #define EACH_M PASTE(EACH_, THREAD_M)
 #define EACH_N PASTE(EACH_, THREAD_N)
+#define EACH_A PASTE(EACH_, STAGE_A_ELEMENTS)
+#define EACH_B PASTE(EACH_, STAGE_B_ELEMENTS)
 #if THREAD_M == 1
 #define COMPONENT_M(v, i) (v)
 #else
@@ -84,50 +87,25 @@ static int4 place_of(INDEX m) {
   return (int4)(m % POSITIONS_D, h, w, m / POSITIONS_D);
 }
 
-// Loads this work-item's share of a step of K into registers: the taps at `taps`, of which the phase has taps_left, and channels
-// c0 .. of the group. What lies outside the tensor, the phase's taps or the group's channels is not read, and counts as zero.
-static void fetch(REAL *a, REAL *b, global const REAL *x, global const REAL *weights,
-                  global const REAL *operands, global const int4 *taps, const int taps_left, const int c0,
-                  const int group, local const int4 *places) {
-  const int item = get_local_id(0), lane = item % STAGE_LANES, slice = item / STAGE_LANES;
-#pragma unroll
-  for (int j = 0; j < STAGE_COLUMNS; j++) {
-    const int4 place = places[lane + j * STAGE_LANES];
-#pragma unroll
-    for (int i = 0; i < STAGE_ROWS; i++) {
-      const int k = slice + i * STAGE_SLICES;
-      const int slot = BLOCK_T == 1 ? 0 : k / BLOCK_C, c = c0 + (BLOCK_T == 1 ? k : k % BLOCK_C);
-      const int4 tap = taps[slot < taps_left ? slot : 0];
-      const int d = place.x + tap.x, h = place.y + tap.y, w = place.z + tap.z;
-      REAL value = R(0.0);
-      if (place.w >= 0 && slot < taps_left && c < GROUP_IC && (uint)d < ID && (uint)h < IH && (uint)w < IW) {
-        const int channel = group * GROUP_IC + c;
-        value = x[((long)place.w * IC + channel) * INPUT_PLANE + ((long)d * IH + h) * IW + w];
-        PROLOGUE(value, channel);
-      }
-      a[i * STAGE_COLUMNS + j] = value;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < STAGE_WEIGHTS; i++) {
-    const int e = item + i * WORK_ITEMS;
-    if (BLOCK_K * BLOCK_N % WORK_ITEMS == 0 || e < BLOCK_K * BLOCK_N) b[i] = weights[e];
-  }
-}
+// A work-item's element e of the A of a step of K: row k, column m, of [BLOCK_K][BLOCK_M].
+#define STAGE_K(e) (get_local_id(0) / STAGE_LANES + (e) / STAGE_COLUMNS * STAGE_SLICES)
+#define STAGE_M(e) (get_local_id(0) % STAGE_LANES + (e) % STAGE_COLUMNS * STAGE_LANES)
+// A work-item's element e of the B of a step of K; the last ones may lie behind its end.
+#define STAGE_B(e) (get_local_id(0) + (e) * WORK_ITEMS)
+#define HAS_STAGE_B(e) (BLOCK_K * BLOCK_N % WORK_ITEMS == 0 || STAGE_B(e) < BLOCK_K * BLOCK_N)
 
-// Writes what fetch loaded to local memory: A [BLOCK_K][BLOCK_M], then B [BLOCK_K][BLOCK_N].
-static void put(local REAL *stage, const REAL *a, const REAL *b) {
-  const int item = get_local_id(0), lane = item % STAGE_LANES, slice = item / STAGE_LANES;
-#pragma unroll
-  for (int i = 0; i < STAGE_ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < STAGE_COLUMNS; j++)
-      stage[(slice + i * STAGE_SLICES) * BLOCK_M + lane + j * STAGE_LANES] = a[i * STAGE_COLUMNS + j];
-#pragma unroll
-  for (int i = 0; i < STAGE_WEIGHTS; i++) {
-    const int e = item + i * WORK_ITEMS;
-    if (BLOCK_K * BLOCK_N % WORK_ITEMS == 0 || e < BLOCK_K * BLOCK_N) stage[BLOCK_K * BLOCK_M + e] = b[i];
-  }
+// Reads element e of A. taps: those of the step, of which the phase has taps_left; c0: the step's first channel in the group.
+// What lies outside the tensor, the phase's taps or the group's channels is not read, and counts as zero.
+static REAL input_at(const int e, global const REAL *x, global const REAL *operands, global const int4 *taps, const int taps_left,
+                     const int c0, const int group, local const int4 *places) {
+  const int k = STAGE_K(e), slot = BLOCK_T == 1 ? 0 : k / BLOCK_C, c = c0 + (BLOCK_T == 1 ? k : k % BLOCK_C);
+  const int4 place = places[STAGE_M(e)], tap = taps[slot < taps_left ? slot : 0];
+  const int d = place.x + tap.x, h = place.y + tap.y, w = place.z + tap.z;
+  if (place.w < 0 || slot >= taps_left || c >= GROUP_IC || (uint)d >= ID || (uint)h >= IH || (uint)w >= IW) return R(0.0);
+  const int channel = group * GROUP_IC + c;
+  REAL value = x[((long)place.w * IC + channel) * INPUT_PLANE + ((long)d * IH + h) * IW + w];
+  PROLOGUE(value, channel);
+  return value;
 }
 
 // Writes one channel's sums to its row of results, with the pointwise steps that ride on them. first: of this work-item's columns.
@@ -188,22 +166,35 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #define DECLARE_SUMS(j) real_m sums##j = (real_m)(R(0.0));  // positions THREAD_M*tm ..., channel THREAD_N*tn + j
       EACH_N(DECLARE_SUMS)
       barrier(CLK_LOCAL_MEM_FENCE);  // places are there, and nobody reads the results before, which may lie over A and B
+#define DECLARE_A(e) REAL a##e = R(0.0);
+#define DECLARE_B(e) REAL b##e = R(0.0);
+      EACH_A(DECLARE_A)
+      EACH_B(DECLARE_B)
+      int next = 0, next_c0 = 0;
+#define FETCH_A(e) a##e = input_at(e, x, operands, taps + phase.x + next, phase.y - next, next_c0, group, places);
+#define FETCH_B(e) \
+  if (HAS_STAGE_B(e)) b##e = w[((size_t)next * PADDED_IC + next_c0) * BLOCK_N + STAGE_B(e)];
+#define PUT_A(e) stage[STAGE_K(e) * BLOCK_M + STAGE_M(e)] = a##e;
+#define PUT_B(e) \
+  if (HAS_STAGE_B(e)) stage[BLOCK_K * BLOCK_M + STAGE_B(e)] = b##e;
+      local REAL *stage = memory;
       if (phase.y > 0) {
-        REAL a[STAGE_ROWS * STAGE_COLUMNS], b[STAGE_WEIGHTS];
-        fetch(a, b, x, w, operands, taps + phase.x, phase.y, 0, group, places);
-        put(memory, a, b);
+        EACH_A(FETCH_A)
+        EACH_B(FETCH_B)
+        EACH_A(PUT_A)
+        EACH_B(PUT_B)
       }
       barrier(CLK_LOCAL_MEM_FENCE);  // the first step is there
-      int filled = 0;
       for (int tap = 0; tap < phase.y; tap += BLOCK_T)
         for (int c0 = 0; c0 < PADDED_IC; c0 += BLOCK_C) {
-          const int last = c0 + BLOCK_C == PADDED_IC, next = last ? tap + BLOCK_T : tap, next_c0 = last ? 0 : c0 + BLOCK_C;
-          REAL a[STAGE_ROWS * STAGE_COLUMNS], b[STAGE_WEIGHTS];
-          if (next < phase.y)
-            fetch(a, b, x, w + ((size_t)next * PADDED_IC + next_c0) * BLOCK_N, operands, taps + phase.x + next, phase.y - next, next_c0,
-                  group, places);
-          local const real_m *A = (local const real_m *)(memory + filled * STAGE_SIZE) + tm;
-          local const real_n *B = (local const real_n *)(memory + filled * STAGE_SIZE + BLOCK_K * BLOCK_M) + tn;
+          next_c0 = c0 + BLOCK_C < PADDED_IC ? c0 + BLOCK_C : 0;
+          next = next_c0 > 0 ? tap : tap + BLOCK_T;
+          if (next < phase.y) {
+            EACH_A(FETCH_A)
+            EACH_B(FETCH_B)
+          }
+          local const real_m *A = (local const real_m *)stage + tm;
+          local const real_n *B = (local const real_n *)(stage + BLOCK_K * BLOCK_M) + tn;
 #pragma unroll
           for (int k = 0; k < BLOCK_K; k++) {
             const real_m am = A[k * THREADS_M];
@@ -211,8 +202,11 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #define ADD_PRODUCTS(j) sums##j = fma(am, (real_m)(COMPONENT_N(bn, j)), sums##j);
             EACH_N(ADD_PRODUCTS)
           }
-          filled = 1 - filled;
-          if (next < phase.y) put(memory + filled * STAGE_SIZE, a, b);
+          stage = stage == memory ? memory + STAGE_SIZE : memory;
+          if (next < phase.y) {
+            EACH_A(PUT_A)
+            EACH_B(PUT_B)
+          }
           barrier(CLK_LOCAL_MEM_FENCE);  // the next step is there, and nobody reads the current one
         }
       local REAL *own = results + (channel - first_channel + tn * THREAD_N) * COLUMNS + tm * (THREAD_M * PLANES) + f % PLANES;
@@ -235,7 +229,6 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #endif
   }
 #if USE_FOLD
-  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has folded
   local REAL *own = results + tn * (THREAD_N * COLUMNS) + tm * THREAD_M;
 #define KEEP_ALL_FOLDED(j) \
   if (tn * THREAD_N + j < FOLD_CHANNELS) keep_folded(own + j * COLUMNS, folded##j, first_channel + tn * THREAD_N + j, operands);
@@ -246,7 +239,7 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
   STAGES_BEFORE_FOLD;
 #endif
 
-  // Consecutive work-items store consecutive columns. Everybody stores the elements that only they have touched since the last barrier.
+  // Consecutive work-items store consecutive columns, and each the elements that only it has touched since the last barrier.
   for (int column = lane; column < COLUMNS; column += LANES) {
     const int4 place = places[column / PLANES];
     int d = place.x, h = place.y, w = place.z;
@@ -258,6 +251,7 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #endif
     if (place.w < 0 || d >= OUT_D || h >= OUT_H || w >= OUT_W) continue;
     global REAL *out = y + (((size_t)place.w * OUT_C + OUT_CHANNEL) * OUT_D + d) * ((size_t)OUT_H * OUT_W) + (size_t)h * OUT_W + w;
-    for (int row = slice; row < OUT_ROWS; row += SLICES) out[(size_t)row * ((size_t)OUT_D * OUT_H * OUT_W)] = results[row * COLUMNS + column];
+    for (int row = slice; row < OUT_ROWS; row += SLICES)
+      out[(size_t)row * ((size_t)OUT_D * OUT_H * OUT_W)] = results[row * COLUMNS + column];
   }
 }

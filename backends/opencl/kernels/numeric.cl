@@ -6,6 +6,8 @@
 //   VEC          lanes of a vector: 1, 4, 8 or 16
 // No function here uses fmin, fmax or clamp: those drop NaN, and a NaN must travel to the output.
 
+// Long sums are taken in runs of this many terms and then over runs, so that errors stay small with any number of terms.
+#define STAGE_TERMS 512
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
@@ -132,13 +134,13 @@ inline real_v leaky_relu(real_v x, real_v slope) { return (x > SPLAT(R(0.0)) || 
 
 inline real_v sigmoid(real_v x) { return SPLAT(R(1.0)) / (SPLAT(R(1.0)) + exp_real(-x)); }
 
-// x * sigmoid(x); the product with an infinite x is taken apart so that -inf gives 0.
+// x * sigmoid(x), with exp(-|x|), which does not overflow. Minus infinity gives NaN, as the product says.
 inline real_v silu(real_v x) {
-  real_v v = (x < SPLAT(R(-800.0))) ? SPLAT(R(-800.0)) : x;
-  return v * sigmoid(v);
+  const real_v e = exp_real(-fabs(x));
+  return x * (((x < SPLAT(R(0.0))) ? e : SPLAT(R(1.0))) / (SPLAT(R(1.0)) + e));
 }
 
 // max(x, 0) + log(1 + exp(-|x|))
 inline real_v softplus(real_v x) { return relu(x) + log1p(exp_real(-fabs(x))); }
 
-inline real_v hardswish(real_v x) { return x * clamp_keep_nan(x + SPLAT(R(3.0)), R(0.0), R(6.0)) / SPLAT(R(6.0)); }
+inline real_v hardswish(real_v x) { return x * (clamp_keep_nan(x + SPLAT(R(3.0)), R(0.0), R(6.0)) / SPLAT(R(6.0))); }

@@ -6,10 +6,14 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
     real_v maximum = LOAD_V(p);
     for (int c = 1; c < STAGE_CHANNELS; c++) maximum = max_keep_nan(maximum, LOAD_V(p + c * STAGE_RUN));
     real_v total = SPLAT(R(0.0));
-    for (int c = 0; c < STAGE_CHANNELS; c++) {
-      const real_v e = exp_real(LOAD_V(p + c * STAGE_RUN) - maximum);
-      STORE_V(e, p + c * STAGE_RUN);
-      total += e;
+    for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS) {
+      real_v run = SPLAT(R(0.0));
+      for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++) {
+        const real_v e = exp_real(LOAD_V(p + c * STAGE_RUN) - maximum);
+        STORE_V(e, p + c * STAGE_RUN);
+        run += e;
+      }
+      total += run;
     }
     const real_v scale = SPLAT(R(1.0)) / total;
     for (int c = 0; c < STAGE_CHANNELS; c++) {

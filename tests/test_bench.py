@@ -1,0 +1,388 @@
+"""The benchmark programs: their statistics, what they do with those who fail, and that they run end to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import REQUIRED
+
+from dispatcher.geometry import GeometryError
+from dispatcher.operator import bind
+from dispatcher.selection import backend_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from bench import cpu_peers, measure, sweep  # noqa: E402
+from bench.measure import Sample  # noqa: E402
+
+SMALL = [
+    f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()
+]
+
+
+# ---- statistics --------------------------------------------------------------------------------------------
+def samples_of(*seconds: float, before: float = 100.0, after: float = 100.0) -> list[Sample]:
+    return [Sample(each, before, after) for each in seconds]
+
+
+def test_a_summary_takes_the_quiet_samples_only() -> None:
+    samples = [
+        *samples_of(1.0, 2.0, 3.0, 4.0, 5.0),
+        Sample(0.1, before=60.0, after=100.0),
+        Sample(99.0, before=100.0, after=60.0),
+    ]
+    found = measure.summarise(samples, threshold=70.0)
+    assert (found.median_s, found.low_s, found.high_s, found.min_s) == (3.0, 2.0, 4.0, 1.0)
+    assert (found.kept, found.dropped, found.noisy) == (5, 2, False)
+
+
+def test_a_summary_without_a_quiet_sample_says_so() -> None:
+    found = measure.summarise(samples_of(1.0, 2.0, 6.0, before=10.0), threshold=70.0)
+    assert (found.median_s, found.kept, found.dropped, found.noisy) == (2.0, 0, 3, True)
+    with pytest.raises(ValueError, match="no samples"):
+        measure.summarise([], threshold=70.0)
+
+
+def test_a_ratio_is_that_of_the_medians_and_its_spread_that_of_the_quartiles() -> None:
+    peer = measure.summarise(samples_of(8.0, 10.0, 12.0, 10.0, 1000.0), 0.0)
+    ours = measure.summarise(samples_of(1.0, 2.0, 3.0, 2.0, 100.0), 0.0)
+    found = measure.ratio(peer, ours)
+    assert found.value == peer.median_s / ours.median_s == 5.0
+    assert found.low == peer.low_s / ours.high_s == 10.0 / 3.0
+    assert found.high == peer.high_s / ours.low_s == 12.0 / 2.0
+    assert not found.noisy
+    noisy = measure.summarise(samples_of(1.0, before=1.0), 70.0)
+    assert measure.ratio(peer, noisy).noisy and measure.ratio(noisy, ours).noisy
+
+
+def test_a_limit_is_a_share_or_a_rate() -> None:
+    assert measure.threshold_gflops(0.5, 200.0) == 100.0
+    assert measure.threshold_gflops(160.0, 200.0) == 160.0
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------
+class ScriptedProbe:
+    """Reads the given rates, one after another, and full speed once they are used up."""
+
+    def __init__(self, *rates: float) -> None:
+        self.best = 100.0
+        self._rates = iter(rates)
+
+    def read(self, limit: float) -> float:
+        return next(self._rates, 100.0)
+
+
+def sample(calls: dict[str, Callable[[], Any]], probe: measure.Probe, repeats: int) -> measure.Sampling:
+    return measure.interleave(calls, probe, repeats=repeats, limit=0.7, settle_s=0.0)
+
+
+def test_slow_samples_are_repeated_and_counted() -> None:
+    sampling = sample({"one": int}, ScriptedProbe(100.0, 30.0, 30.0, 100.0), repeats=3)
+    assert [each.quiet(70.0) for each in sampling.samples["one"]] == [False, False, True, True, True]
+    found = measure.summarise(sampling.samples["one"], 70.0)
+    assert (found.kept, found.dropped) == (3, 2)
+
+
+def test_sampling_ends_on_a_machine_that_never_is_quiet() -> None:
+    sampling = sample({"one": int, "two": int}, ScriptedProbe(*[1.0] * 1000), repeats=2)
+    counts = {name: len(samples) for name, samples in sampling.samples.items()}
+    assert counts == {"one": 2 * measure.ROUNDS_PER_REPEAT, "two": 2 * measure.ROUNDS_PER_REPEAT}
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    calls: dict[str, Callable[[], Any]] = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    sample(calls, ScriptedProbe(), repeats=4)
+    assert [sorted(order[i : i + 3]) for i in range(0, 12, 3)] == [["a", "b", "c"]] * 4
+    assert len(order) == 12
+
+
+def test_a_contender_that_fails_in_the_middle_is_kept_with_its_reason() -> None:
+    def fails() -> None:
+        raise MemoryError("no memory\nmore")
+
+    sampling = sample({"good": int, "bad": fails}, ScriptedProbe(), repeats=2)
+    assert sampling.failures == {"bad": "MemoryError: no memory"}
+    assert len(sampling.samples["good"]) == 2
+    assert not sampling.samples["bad"]
+
+
+def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PROBE_PAUSE_S", 0.0)
+    rates = iter([30.0, 50.0, 90.0])
+    probe = measure.FmaProbe(best=100.0, _run=lambda: next(rates))
+    assert probe.read(0.7) == 90.0
+    slow = measure.FmaProbe(best=100.0, _run=lambda: 30.0)
+    assert slow.read(0.7) == 30.0
+    assert measure.FmaProbe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
+
+
+def test_a_busy_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measure.busy_reason(None) is None
+    assert measure.busy_reason(0.1) is None
+    assert "pass --force" in (measure.busy_reason(64.0 * measure.cores()) or "")
+    monkeypatch.setattr(measure, "load_average", lambda: 64.0 * measure.cores())
+    for program in (cpu_peers, sweep):
+        with pytest.raises(SystemExit) as caught:
+            program.main([])
+        assert caught.value.code == 3
+        assert "load average" in capsys.readouterr().err
+
+
+# ---- those who fail ----------------------------------------------------------------------------------------
+def reference_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+    import dispatcher
+
+    result = dispatcher.run(operator.problem, device="numpy", **operator.sizes, **operator.scalars, **tensors)
+    return lambda: np.array(result)
+
+
+def missing_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+    raise ModuleNotFoundError("No module named 'nothing'")
+
+
+def wrong_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+    right = reference_peer(operator, tensors, threads)
+    return lambda: right() * np.float32(1.001)
+
+
+def unwritten_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+    """Leaves a batch item unwritten that is not among those compared with the reference."""
+    right = reference_peer(operator, tensors, threads)
+
+    def call() -> np.ndarray:
+        result = right()
+        result[1] = np.nan
+        return result
+
+    return call
+
+
+def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {
+        "right": reference_peer,
+        "missing": missing_peer,
+        "wrong": wrong_peer,
+        "unwritten": unwritten_peer,
+    }
+    monkeypatch.setattr(cpu_peers, "PEERS", {name: (name, maker) for name, maker in made.items()})
+    contenders = [cpu_peers.Contender(name, name) for name in made]
+    sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
+    operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
+    settings = argparse.Namespace(repeats=2, quiet_limit=0.7)
+    case = cpu_peers.race(operator, "a case", contenders, ScriptedProbe(), settings)  # type: ignore[arg-type]
+    assert case["verified_images"] == [0, 2, 4]
+    assert set(case["results"]) == {"right"}
+    assert case["results"]["right"]["error_over_bound"] <= 1.0
+    assert case["failures"]["missing"] == "not installed (ModuleNotFoundError: No module named 'nothing')"
+    assert "elements are wrong" in case["failures"]["wrong"]
+    assert "not finite" in case["failures"]["unwritten"]
+
+
+# ---- geometries of the sweep -------------------------------------------------------------------------------
+def test_the_sweep_s_geometries_follow_from_the_seed_and_cover_the_options() -> None:
+    found = sweep.geometries(40, seed=0)
+    assert found == sweep.geometries(40, seed=0) != sweep.geometries(40, seed=1)
+    assert sweep.geometries(50, seed=0)[:40] == found
+    for sizes in found:
+        flops = bind(sweep.load_problem(sweep.PROBLEM), sizes, {}).flops
+        assert sweep.LEAST_FLOPS <= flops <= sweep.MOST_FLOPS
+        assert sizes["in_channels"] % sizes["groups"] == sizes["out_channels"] % sizes["groups"] == 0
+    for axis in "dhw":
+        assert {sizes[f"stride_{axis}"] for sizes in found} == {1, 2, 3}
+        assert {sizes[f"kernel_{axis}"] for sizes in found} == {1, 2, 3, 4, 5}
+        assert {sizes[f"dilation_{axis}"] for sizes in found} == {1, 2}
+    assert any(sizes["groups"] > 1 for sizes in found)
+    assert any(sizes["in_channels"] % 2 for sizes in found) and any(
+        sizes["out_channels"] % 2 for sizes in found
+    )
+    with pytest.raises(GeometryError):
+        bind(sweep.load_problem(sweep.PROBLEM), {**found[0], "output_padding_d": 9}, {})
+
+
+# ---- end to end --------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def opencl_cpu() -> None:
+    """Skips, or fails where OpenCL is required, without an OpenCL CPU device."""
+    reasons = []
+    for device in backend_devices("opencl"):
+        if device.available and device.kind == "cpu":
+            return
+        reasons.append(device.reason or f"{device.name} is not a CPU")
+    message = f"opencl: {'; '.join(reasons)}"
+    if "opencl" in REQUIRED:
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The JSON and the text of a program, which runs in a process of its own."""
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / name),
+        "--force",
+        "--repeats",
+        "1",
+        "--quiet-limit",
+        "0.01",
+    ]
+    done = subprocess.run(
+        [*command, "--output", str(output), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert report["schema"] == 1 and report["program"] == output.stem
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
+    assert report["forced"] is True
+    assert report["machine"]["cores"] == measure.cores()
+    assert {"python", "numpy", "pyopencl", "kernel-dispatcher"} <= set(report["versions"])
+    assert report["probe"]["peak_gflops"] > 0 and report["probe"]["copy_gbytes_per_s"] > 0
+    return report, done.stdout
+
+
+@pytest.fixture(scope="module")
+def peers_run(
+    opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, Any], str]]:
+    """A run of cpu_peers on tiny sizes, with a README of its own."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "README.md").write_text(f"Before.\n\n<!-- cpu-peers: -->\n{cpu_peers.END}\n\nAfter.\n")
+    sets = [part for text in SMALL for part in ("--set", text)]
+    report, text = run_program(
+        "cpu_peers.py",
+        folder / "cpu_peers.json",
+        *("--peers", "torch", "torch-channels-last", "onnxruntime", "openvino"),
+        *("--table", "--readme", str(folder / "README.md")),
+        *sets,
+    )
+    yield folder, report, text
+
+
+def test_cpu_peers_runs(peers_run: tuple[Path, dict[str, Any], str]) -> None:
+    folder, report, _ = peers_run
+    mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
+    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
+    assert mine and peers == ["torch", "torch-channels-last", "onnxruntime", "openvino"]
+    assert len(report["cases"]) == 5
+    for case in report["cases"]:
+        assert case["batch"] == (1 if "asym" in case["problem"] else 2)
+        assert not set(case["failures"]) & set(mine)
+        for name in peers:
+            assert (name in case["results"]) != (name in case["failures"])
+            assert case["failures"].get(name, "not installed").startswith("not installed")
+        for name in mine:
+            assert case["results"][name]["error_over_bound"] <= 1.0
+            assert case["results"][name]["launches"]
+    if "matplotlib" in sys.modules or _installed("matplotlib"):
+        assert (folder / "cpu_peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _installed(name: str) -> bool:
+    return len(measure.versions([name])) > 1
+
+
+def check_statistics(report: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Everything derived in an entry follows from its samples."""
+    threshold = report["probe"]["threshold_gflops"]
+    summaries = {}
+    for name, result in entry["results"].items():
+        summaries[name] = measure.summarise([Sample(*each) for each in result["samples"]], threshold)
+        assert result["median_s"] == summaries[name].median_s
+        assert result["gflops"] == pytest.approx(entry["flops"] / summaries[name].median_s / 1e9)
+    mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
+    peers = {name: summary.median_s for name, summary in summaries.items() if name not in mine}
+    assert entry["best_peer"] == (min(peers, key=peers.__getitem__) if peers else None)
+    for name, found in entry["ratios"].items():
+        assert found["value"] == peers[entry["best_peer"]] / summaries[name].median_s
+        assert found["low"] <= found["value"] <= found["high"]
+
+
+def test_the_ratios_of_cpu_peers_come_from_medians(peers_run: tuple[Path, dict[str, Any], str]) -> None:
+    for case in peers_run[1]["cases"]:
+        check_statistics(peers_run[1], case)
+
+
+def test_cpu_peers_writes_the_table_between_the_markers(peers_run: tuple[Path, dict[str, Any], str]) -> None:
+    folder, report, text = peers_run
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("Before.\n\n<!-- cpu-peers: cpu_peers.json -->\n")
+    assert readme.endswith(f"{cpu_peers.END}\n\nAfter.\n")
+    assert text.strip() == cpu_peers.table(report)
+    assert cpu_peers.table(report) in readme
+    assert cpu_peers.with_table(readme, "cpu_peers.json", report) == readme
+    for case in report["cases"]:
+        assert f"`{case['problem']}`, batch {case['batch']}" in readme
+        for reason in case["failures"].values():
+            assert reason in readme
+    with pytest.raises(ValueError, match="markers"):
+        cpu_peers.with_table("no markers", "cpu_peers.json", report)
+
+
+def test_the_sweep_runs(opencl_cpu: None, tmp_path: Path) -> None:
+    report, text = run_program("sweep.py", tmp_path / "sweep.json", "--count", "3", "--scale", "0.002")
+    assert len(report["entries"]) == 3
+    for entry in report["entries"]:
+        check_statistics(report, entry)
+        assert entry["geometry"] in text
+    for name, found in report["overviews"].items():
+        ratios = [entry["ratios"][name]["value"] for entry in report["entries"] if name in entry["ratios"]]
+        assert found["count"] == len(ratios)
+        if ratios:
+            assert found["min"] == min(ratios)
+            assert report["entries"][found["worst"][0]]["ratios"][name]["value"] == min(ratios)
+
+
+def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
+    report, text = run_program("overhead.py", tmp_path / "overhead.json", "--calls", "5")
+    assert report["entries"]
+    for entry in report["entries"]:
+        split = entry["split_us"]
+        assert entry["label"] in text
+        assert split["call"] == pytest.approx(split["dispatcher"] + split["backend"])
+        assert split["backend"] == pytest.approx(split["backend_kernels"] + split["backend_host"])
+
+
+# ---- README ------------------------------------------------------------------------------------------------
+def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first, end, name = cpu_peers.table_region(readme)
+    if name:
+        assert cpu_peers.with_table(readme, name, cpu_peers.read_report(ROOT / name)) == readme
+        assert (ROOT / name).with_suffix(".png").is_file()
+    else:
+        assert not readme[first:end].partition("-->")[2].strip(), "a table without the name of its results"
+        found = sorted((ROOT / "bench" / "results").glob("cpu_peers-*.json"))
+        assert not found, "results without a table: python bench/cpu_peers.py --table --from FILE"
+
+
+def test_bench_s_readme_knows_every_program_and_field(peers_run: tuple[Path, dict[str, Any], str]) -> None:
+    text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+    for program in ("cpu_peers.py", "sweep.py", "overhead.py"):
+        assert f"`{program}`" in text
+    report = peers_run[1]
+    case = report["cases"][0]
+    (result, *_) = [result for result in case["results"].values() if "launches" in result]
+    for field in {
+        *report,
+        *case["ratios"].keys() & set(),
+        *result,
+        *("results", "failures", "best_peer", "ratios"),
+    }:
+        assert f"`{field}`" in text, field

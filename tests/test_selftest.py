@@ -1,0 +1,259 @@
+"""Devices are tried out in a child process first: what kills, hangs or lies never reaches the user's process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Install
+from fakes import CONV, FakeBackend
+from faulty_icd import FaultyRuntimes, build
+
+import cli
+import dispatcher
+from dispatcher import selection, selftest
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Device
+from dispatcher.selftest import SelfTest
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses Linux' OpenCL loader")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return build(tmp_path_factory.mktemp("faulty"))
+
+
+@pytest.fixture
+def faulty(library: tuple[Path, str], tmp_path: Path) -> FaultyRuntimes:
+    return FaultyRuntimes(*library, tmp_path)
+
+
+# ---- real processes with a real fault ----------------------------------------------------------------------
+def test_a_runtime_that_aborts_never_does_so_here(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("abort")
+    ended = runtime.dispatcher("run", CONV, "--json")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["device"]["id"] == "numpy"
+    assert report["verified"] is True
+    reasons = [entry["reason"] for entry in report["skipped"] if entry["device"].startswith("opencl")]
+    assert len(reasons) == 1
+    assert "crashed with SIGABRT" in reasons[0]
+    assert ended.stderr.count("SIGABRT") == 1
+    assert ended.stderr.count("note: opencl is passed over: its self-test crashed") == 1
+    assert runtime.contexts == 1  # the child's
+    named = runtime.dispatcher("run", CONV, "--device", "opencl")
+    assert named.returncode == 3
+    assert named.stderr.startswith("error: device opencl: its self-test crashed with SIGABRT")
+    assert named.stderr.count("\n") == 1
+    assert runtime.contexts == 1  # the outcome was known
+    (device,) = runtime.devices()
+    assert not device["available"]
+    assert "SIGABRT" in device["reason"]
+
+
+def test_a_runtime_that_hangs_is_ended_in_time(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("hang")
+    start = time.monotonic()
+    (device,) = runtime.devices(DISPATCHER_SELF_TEST="6")
+    assert time.monotonic() - start < 30
+    assert not device["available"]
+    assert "its self-test hung: no answer within 6 s" in device["reason"]
+    start = time.monotonic()
+    ended = runtime.dispatcher("run", CONV, DISPATCHER_SELF_TEST="6")
+    assert ended.returncode == 0
+    assert "device    numpy" in ended.stdout
+    assert time.monotonic() - start < 6
+
+
+def test_a_runtime_that_lies_is_found_out(faulty: FaultyRuntimes) -> None:
+    (device,) = faulty("lie").devices()
+    assert not device["available"]
+    assert "its self-test gave a wrong result" in device["reason"]
+
+
+def test_a_device_that_cannot_be_opened_is_unavailable(faulty: FaultyRuntimes) -> None:
+    (device,) = faulty("closed").devices()
+    assert not device["available"]
+    assert "could not open it" in device["reason"]
+
+
+def test_a_runtime_that_kills_whoever_lists_it(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("list-abort")
+    (device,) = runtime.devices()
+    assert not device["available"]
+    assert "looking for opencl devices crashed with SIGABRT in a child process" in device["reason"]
+    ended = runtime.dispatcher("doctor")
+    assert ended.returncode == 3
+    assert "accelerated devices that work: none" in ended.stdout
+
+
+def test_a_kernel_that_does_not_build_is_exit_4_or_a_warning(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("refuse")
+    (device,) = runtime.devices()
+    assert device["facts"]["self_test"].startswith("failed: ")
+    assert "fails" in runtime.dispatcher("devices").stdout
+    named = runtime.dispatcher("run", CONV, "--device", "opencl:0")
+    assert named.returncode == 4
+    assert "the OpenCL compiler refused a kernel" in named.stderr
+    auto = runtime.dispatcher("run", CONV)
+    assert auto.returncode == 0
+    assert auto.stderr.count("the OpenCL compiler refused a kernel") == 1
+    assert "warning: opencl:0" in auto.stderr
+    assert "device    numpy" in auto.stdout
+
+
+def test_outcomes_are_kept_and_forgotten_on_demand(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("none")
+    (device,) = runtime.devices("--no-self-test")
+    assert device["available"]
+    assert "self_test" not in device["facts"]
+    assert runtime.devices(DISPATCHER_SELF_TEST="off") == [device]
+    assert runtime.contexts == 0
+    (first,) = runtime.devices()
+    assert first["available"]
+    assert first["facts"]["self_test"] == "ok"
+    assert first["facts"]["self_test_gflops"] > 0
+    assert runtime.contexts == 1
+    assert runtime.devices() == [first]
+    assert runtime.contexts == 1
+    runtime.devices("--retest")
+    assert runtime.contexts == 2
+    for entry in (runtime.cache / "kernel-dispatcher" / "selftest").iterdir():
+        entry.write_bytes(entry.read_bytes()[:-3])  # cut short, as by a full disk
+    runtime.devices()
+    assert runtime.contexts == 3
+
+
+# ---- in this process ---------------------------------------------------------------------------------------
+DEVICE = Device("opencl", 0, "Fake", "cpu", facts={"driver": "1.0"})
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """What child processes were asked; they answer ``ok``."""
+    asked: list[Any] = []
+
+    def run(arguments: Any, limit_s: float) -> tuple[SelfTest, bool]:
+        asked.append((*arguments, limit_s))
+        return SelfTest("ok", "", 12.5), True
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(selftest.VARIABLE, raising=False)
+    monkeypatch.setattr(selftest, "_run_child", run)
+    return asked
+
+
+def test_an_outcome_belongs_to_a_device_a_driver_and_our_version(
+    children: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(device: Device) -> int:
+        assert selftest.try_device(device, "backends.opencl") == SelfTest("ok", "", 12.5)
+        return len(children)
+
+    assert [ask(DEVICE), ask(DEVICE)] == [1, 1]
+    assert ask(Device("opencl", 0, "Fake", "cpu", facts={"driver": "1.1"})) == 2
+    assert ask(Device("opencl", 0, "Other", "cpu", facts={"driver": "1.0"})) == 3
+    assert ask(Device("opencl", 1, "Fake", "cpu", facts={"driver": "1.0"})) == 4
+    assert ask(Device("opencl", 0, "Fake", "cpu", facts={"driver": "1.0", "memory_bytes": 5})) == 4
+    monkeypatch.setattr(dispatcher, "__version__", "99")
+    assert ask(DEVICE) == 5
+
+
+def test_an_entry_of_another_format_is_made_again(
+    children: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"outcome": "splendid"}')
+    selftest.try_device(DEVICE, "backends.opencl")
+    monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"score": 7}')
+    selftest.try_device(DEVICE, "backends.opencl")
+    assert len(children) == 2
+
+
+def test_what_came_from_outside_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number, kept in ((signal.SIGKILL, False), (signal.SIGSEGV, True)):
+        monkeypatch.setattr(selftest, "_START", f"import os; os.kill(os.getpid(), {int(number)})")
+        found = selftest.try_device(DEVICE, "backends.opencl", again=True)
+        assert found is not None
+        assert found.outcome == "crashed"
+        assert signal.Signals(number).name in found.reason
+        monkeypatch.setattr(selftest, "_START", "raise SystemExit('another answer')")
+        found = selftest.try_device(DEVICE, "backends.opencl")
+        assert found is not None
+        assert found.outcome == ("crashed" if kept else "error")
+        assert kept or "another answer" in found.reason
+
+
+def test_the_switch(children: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, limit in (("", 60.0), ("on", 60.0), ("OFF", None), ("0", None), ("2.5", 2.5)):
+        monkeypatch.setenv(selftest.VARIABLE, text)
+        assert selftest.time_limit_s() == limit
+    for text in ("-1", "nan", "sometimes"):
+        monkeypatch.setenv(selftest.VARIABLE, text)
+        with pytest.raises(
+            InputError, match=rf"DISPATCHER_SELF_TEST is '{text}'; expected on, off, or a time"
+        ):
+            selftest.try_device(DEVICE, "backends.opencl")
+    assert children == []
+
+
+def test_an_option_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selftest.VARIABLE, "33")
+    assert cli.main(["devices", "--no-self-test"]) == 0
+    assert selftest.time_limit_s() == 33.0
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, SelfTest]:
+    """Outcomes of the self-tests by device id, for fake backends; empty to begin with."""
+    found: dict[str, SelfTest] = {}
+    monkeypatch.setattr(selftest, "try_device", lambda device, module, again=False: found.get(device.id))
+    return found
+
+
+def test_devices_of_a_class_are_ranked_by_speed(
+    install_backends: Install, outcomes: dict[str, SelfTest]
+) -> None:
+    gpus = FakeBackend("cuda", devices=["slow", "fast"])
+    cpus = FakeBackend("opencl", devices=["one", "two", "three"], kind="cpu")
+    install_backends(gpus, cpus)
+    outcomes.update({"cuda:0": SelfTest("ok", "", 5.0), "cuda:1": SelfTest("ok", "", 7.0)})
+    outcomes.update({"opencl:1": SelfTest("ok", "", 900.0), "opencl:2": SelfTest("ok", "", 1000.0)})
+    order = [candidate.label for candidate in selection.candidates(selection.parse_request("auto"))]
+    assert order == ["cuda:1", "cuda:0", "opencl:2", "opencl:1", "opencl:0", "numpy"]
+    assert dispatcher.compile(CONV, device="cuda", case="sample").device.id == "cuda:0"
+
+
+@pytest.mark.parametrize("outcome", sorted(selftest.BARRED))
+def test_a_barred_device_is_passed_over_and_named_in_vain(
+    install_backends: Install, outcomes: dict[str, SelfTest], outcome: Any
+) -> None:
+    backend = FakeBackend("cuda", devices=["bad", "good"])
+    install_backends(backend)
+    outcomes["cuda:0"] = SelfTest(outcome, "went up in smoke")
+    for request in ("auto", "cuda", "cuda:good", "cuda:0,cuda:1"):
+        assert dispatcher.compile(CONV, device=request, case="sample").device.id == "cuda:1"
+    skipped = dispatcher.compile(CONV, device="auto", case="sample").skipped
+    assert [label for label, _ in skipped] == ["cuda:0"]
+    assert "its self-test went up in smoke" in skipped[0][1]
+    with pytest.raises(DeviceError, match=r"cuda:0 \(bad\) is not usable: its self-test went up in smoke"):
+        dispatcher.compile(CONV, device="cuda:bad", case="sample")
+
+
+def test_only_what_is_asked_for_is_tested(install_backends: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(selftest, "try_device", lambda device, module, again=False: asked.append(device.id))
+    install_backends(FakeBackend("cuda", devices=["one", "two"]), FakeBackend("opencl", kind="cpu"))
+    dispatcher.compile(CONV, device="cuda:1", case="sample")
+    dispatcher.compile(CONV, device="cuda:1", case="sample")
+    assert asked == ["cuda:1"]
+    dispatcher.compile(CONV, device="numpy", case="sample")
+    dispatcher.compile(CONV, device="auto", case="sample")
+    assert asked == ["cuda:1", "cuda:0"]
