@@ -551,14 +551,7 @@ def table(report: Mapping[str, Any]) -> str:
     if notes:
         lines += ["", "Not measured:", "", *(f"- {note}" for note in notes)]
     results = [result for case in report["cases"] for result in case["results"].values()]
-    kept, dropped = (sum(result[key] for result in results) for key in ("kept", "dropped"))
-    lines += [
-        "",
-        f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them.",
-    ]
-    if any(result["noisy"] for result in results):
-        lines[-1] += " Where `~` stands no sample was quiet: take no figure from there."
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measure.drop_note(report, results)])
 
 
 def ratio_text(found: Mapping[str, Any]) -> str:
@@ -761,15 +754,20 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: see :func:`bench.measure.start`.
     """
-    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS, settings.force)
+    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
     devices, left_out, probe = measure.start(settings)
     contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
     contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
     cases = []
-    for operator, label in cases_of(settings):
-        facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
-        title = f"{operator.problem.name}, {label}"
-        cases.append({**facts, **race(operator, title, contenders, probe, settings)})
+    try:
+        for operator, label in cases_of(settings):
+            facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
+            title = f"{operator.problem.name}, {label}"
+            cases.append({**facts, **race(operator, title, contenders, probe, settings)})
+    except KeyboardInterrupt:
+        if not cases:
+            raise
+        say("interrupted: reporting the cases before")
     for case in cases:
         conclude(case, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
     return {
@@ -801,10 +799,15 @@ def read_report(path: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     settings = parse(arguments)
-    if settings.table:
-        table_region(settings.readme.read_text(encoding="utf-8"))  # rather now than after all the measuring
-    if settings.source is not None:
-        path, report = settings.source.resolve(), read_report(settings.source)
+    try:
+        if settings.table:
+            table_region(settings.readme.read_text(encoding="utf-8"))  # better now than after measuring
+        report = None if settings.source is None else read_report(settings.source)
+    except (OSError, ValueError) as error:
+        say(f"cpu_peers: {error}")
+        return 2
+    if report is not None:
+        path = settings.source.resolve()
     else:
         report = run(settings)
         path = (settings.output or measure.RESULTS / f"{PROGRAM}-{report['date']}.json").resolve()

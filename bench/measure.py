@@ -313,7 +313,7 @@ def busy_reason(load: float | None) -> str | None:
         return None
     return (
         f"the load average of the last minute is {load:.2f}, above {allowed:.2f}: others use this machine, "
-        "or did a moment ago; wait until it is quiet, or pass --force to measure all the same"
+        "or did a moment ago"
     )
 
 
@@ -353,8 +353,9 @@ def machine_facts() -> dict[str, Any]:
     return facts
 
 
-def header(program: str, schema: int, distributions: Iterable[str], forced: bool) -> dict[str, Any]:
+def header(program: str, schema: int, distributions: Iterable[str]) -> dict[str, Any]:
     """The first fields of every result file."""
+    load = load_average()
     return {
         "schema": schema,
         "program": program,
@@ -362,8 +363,8 @@ def header(program: str, schema: int, distributions: Iterable[str], forced: bool
         "machine": machine_facts(),
         "versions": versions(distributions),
         "clock": "time.perf_counter",
-        "load_average_at_start": load_average(),
-        "forced": forced,
+        "load_average_at_start": load,
+        "busy": busy_reason(load),
     }
 
 
@@ -394,6 +395,18 @@ def write_json(path: Path, value: Any) -> None:
     text = re.sub(r"\[\s+([-+.\de,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def drop_note(report: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> str:
+    """How many samples were dropped, and what else says that the figures mean little."""
+    found = list(results)
+    kept, dropped = (sum(result[key] for result in found) for key in ("kept", "dropped"))
+    text = f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them."
+    if any(result["noisy"] for result in found):
+        text += " Where `~` stands no sample was quiet: take no figure from there."
+    if report["busy"]:
+        text += f" **Take no figure from here**: {report['busy']}."
+    return text
 
 
 def say(text: str) -> None:
@@ -495,7 +508,7 @@ def start(
     """
     reason = busy_reason(load_average())
     if reason is not None and not arguments.force:
-        say(reason)
+        say(f"{reason}; wait until it is quiet, or pass --force to measure all the same")
         raise SystemExit(3)
     devices, left_out = cpu_devices(arguments.devices)
     for name, why in left_out.items():

@@ -84,6 +84,8 @@ def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Name
         repeats=settings.repeats,
         limit=settings.quiet_limit,
     )
+    for name, reason in sampling.failures.items():
+        raise SystemExit(f"overhead: {device.id}, {name}: {reason}")
     kernels = []
     for _ in range(CLOCKED_CALLS):
         timings = Timings()
@@ -92,11 +94,9 @@ def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Name
     return {
         "launches": [launch.name for launch in executable.launches],
         "kernel_median_s": statistics.median(kernels),
-        "failures": sampling.failures,
         "results": {
             name: {"samples": measure.sample_lists([a_call(sample, settings.calls) for sample in samples])}
             for name, samples in sampling.samples.items()
-            if samples
         },
     }
 
@@ -131,8 +131,9 @@ def report_text(report: dict[str, Any]) -> str:
         split = entry["split_us"]
         keys = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
         cells = " | ".join(f"{mark}{split[key]:.1f}" for key in keys)
-        lines.append(f"| {entry['label']} ({len(entry['launches'])} launches) | {cells} |")
-    return "\n".join(lines)
+        lines.append(f"| {entry['label']} | {cells} |")
+    results = [result for entry in report["entries"] for result in entry["results"].values()]
+    return "\n".join([*lines, "", measure.drop_note(report, results)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--calls", type=measure.at_least(1), default=CALLS, help="calls a block (default: %(default)s)"
     )
     settings = parser.parse_args(arguments)
-    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS, settings.force)
+    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
     devices, left_out, probe = measure.start(settings)
     entries = []
     for device in devices:

@@ -192,12 +192,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     if failures:
         lines += ["", "Not measured:", *failures]
     results = [result for entry in report["entries"] for result in entry["results"].values()]
-    kept, dropped = (sum(result[key] for result in results) for key in ("kept", "dropped"))
-    lines += [
-        "",
-        f"{dropped} of {kept + dropped} samples were dropped, since the machine was slow beside them.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measure.drop_note(report, results)])
 
 
 # ---- the program -------------------------------------------------------------------------------------------
@@ -229,7 +224,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: see :func:`bench.measure.start`.
     """
-    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS, settings.force)
+    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
     devices, left_out, probe = measure.start(settings)
     contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
     contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
@@ -237,7 +232,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     chosen = list(enumerate(geometries(settings.count, settings.seed, settings.scale)))
     if settings.only is not None:
         chosen = [(index, sizes) for index, sizes in chosen if index in settings.only]
-    entries = []
+    entries: list[dict[str, Any]] = []
     for index, sizes in chosen:
         operator, geometry = bind(problem, sizes, {}), describe(sizes)
         facts = {
@@ -249,7 +244,13 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
             "ideal_bytes": operator.ideal_bytes,
         }
         title = f"{index} of {settings.count}, {geometry}"
-        entries.append({**facts, **race(operator, title, contenders, probe, settings, settings.seed)})
+        try:
+            entries.append({**facts, **race(operator, title, contenders, probe, settings, settings.seed)})
+        except KeyboardInterrupt:
+            if not entries:
+                raise
+            say("interrupted: reporting the geometries before")
+            break
     for entry in entries:
         conclude(entry, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
     return {

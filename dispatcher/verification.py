@@ -307,7 +307,9 @@ class _Rules:
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
-        # Fast algorithms compute neighbours of one phase together, with errors of the size of the largest.
+        # Fast algorithms compute neighbours of one phase together, with errors of the size of the largest. What
+        # is infinite or undefined has no error and lends none.
+        squares[~np.isfinite(squares)] = 0.0
         for axis, along in enumerate(step.geometry.axes, start=2):
             squares = _largest_neighbour(squares, axis, along.stride)
         y_squared = np.square(y)

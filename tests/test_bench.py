@@ -133,13 +133,13 @@ def test_a_busy_machine_is_refused(
 ) -> None:
     assert measure.busy_reason(None) is None
     assert measure.busy_reason(0.1) is None
-    assert "pass --force" in (measure.busy_reason(64.0 * measure.cores()) or "")
+    assert "above" in (measure.busy_reason(64.0 * measure.cores()) or "")
     monkeypatch.setattr(measure, "load_average", lambda: 64.0 * measure.cores())
     for program in (cpu_peers, sweep):
         with pytest.raises(SystemExit) as caught:
             program.main([])
         assert caught.value.code == 3
-        assert "load average" in capsys.readouterr().err
+        assert "pass --force" in capsys.readouterr().err
 
 
 # ---- those who fail ----------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any
     report = json.loads(output.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert report["schema"] == 1 and report["program"] == output.stem
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
-    assert report["forced"] is True
+    assert report["busy"] is None or "load average" in report["busy"]
     assert report["machine"]["cores"] == measure.cores()
     assert {"python", "numpy", "pyopencl", "kernel-dispatcher"} <= set(report["versions"])
     assert report["probe"]["peak_gflops"] > 0 and report["probe"]["copy_gbytes_per_s"] > 0
@@ -331,8 +331,25 @@ def test_cpu_peers_writes_the_table_between_the_markers(peers_run: tuple[Path, d
         assert f"`{case['problem']}`, batch {case['batch']}" in readme
         for reason in case["failures"].values():
             assert reason in readme
-    with pytest.raises(ValueError, match="markers"):
-        cpu_peers.with_table("no markers", "cpu_peers.json", report)
+    (folder / "other.md").write_text("no markers")
+    taken = ["--table", "--from", str(folder / "cpu_peers.json"), "--readme", str(folder / "other.md")]
+    assert cpu_peers.main(taken) == 2
+
+
+def test_a_table_says_what_not_to_trust() -> None:
+    result = {"kept": 0, "dropped": 3, "noisy": True}
+    assert measure.drop_note({"busy": None}, [{**result, "noisy": False, "kept": 5}]) == (
+        "3 of 8 samples were dropped, since the machine was slow beside them."
+    )
+    note = measure.drop_note({"busy": "the load average is 9"}, [result])
+    assert "`~`" in note and "Take no figure from here" in note and "the load average is 9" in note
+
+
+def test_results_of_another_program_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"program": "sweep", "schema": 1}')
+    assert cpu_peers.main(["--from", str(other)]) == 2
+    assert "expected cpu_peers, schema 1" in capsys.readouterr().err
 
 
 def test_the_sweep_runs(opencl_cpu: None, tmp_path: Path) -> None:
@@ -368,7 +385,7 @@ def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
         assert (ROOT / name).with_suffix(".png").is_file()
     else:
         assert not readme[first:end].partition("-->")[2].strip(), "a table without the name of its results"
-        found = sorted((ROOT / "bench" / "results").glob("cpu_peers-*.json"))
+        found = sorted(measure.RESULTS.glob("cpu_peers-*.json"))
         assert not found, "results without a table: python bench/cpu_peers.py --table --from FILE"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ SIZES = {"n": 4, "c": 2, "d": 2, "h": 2, "w": 2}
         (mapping([{"op": "softmax", "axis": "batch"}], AXES, **SIZES), "mixes batch items"),
         (mapping([{"op": "sum", "axis": "batch"}], AXES, **SIZES), "mixes batch items"),
         (mapping(["gelu"], ["n * 2", "c", "d", "h", "w"], **SIZES), r"the batch of x is n \* 2"),
-        (mapping(["gelu"], ["n", "n", "d", "h", "w"], **SIZES), "n is more than the batch of tensor x"),
+        (mapping(["gelu"], ["n", "c * n", "d", "h", "w"], **SIZES), "n is more than the batch of tensor x"),
         (mapping([{"op": "avg_pool3d", "window": "n"}], AXES, n=2, c=1, d=4, h=4, w=4), "n is a number that"),
     ],
 )

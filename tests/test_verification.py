@@ -254,6 +254,15 @@ def test_honest_pipelines_pass(recipe: Recipe) -> None:
     assert found.passed, found.reason
 
 
+@pytest.mark.parametrize("kind", ["one_nan", "one_inf"])
+def test_beside_a_special_value_the_bound_stays_sharp(kind: str) -> None:
+    operator = operator_for(CONV)
+    values, bounds = bounded_reference(operator, random_tensors(operator, 0, kind=kind))
+    special = ~np.isfinite(values)
+    assert 0 < special.sum() < special.size / 2
+    assert np.isfinite(bounds[~special]).all() and bounds[~special].max() < 1e-3
+
+
 def test_bounds_do_not_depend_on_how_the_batch_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = operator_for(LAYERNORM, batch_size=5)
     tensors = random_tensors(operator, 0)
@@ -304,7 +313,7 @@ def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
     values, bounds = bounded_reference(operator, tensors)
     honest = np.abs(compute(operator, tensors) - values)
     assert (honest < bounds).all() and honest.max() < 3e-5 and bounds.max() < 1e-3
-    assert bounds.max() > 10 * bounds.min()  # corners have few taps
+    assert bounds.max() > 4 * bounds.min()  # corners have few taps
     wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
     assert not verify_result(operator, tensors, wrong).passed
 

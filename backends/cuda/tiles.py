@@ -197,7 +197,10 @@ _BOXES: tuple[tuple[Triple, int], ...] = tuple(
 
 #: Registers that a thread needs besides its accumulators.
 _OTHER_REGISTERS = 40
-#: Registers of the folded results that may be kept in local memory instead: they are touched once a phase.
+#: And those of a softmax pass: sums and exponentials.
+_SOFTMAX_REGISTERS = 64
+#: Registers of the folded results that may lie in local memory where a second pooling asks for an odd box: they
+#: are touched once a phase.
 _SPILLED_REGISTERS = 64
 
 
@@ -256,10 +259,11 @@ def halo_tile(
                 16 if geometry.in_channels > 8 else 8, warp_m, groups, 3, steps, softmax,
             )  # fmt: skip
             results = warp_m * block_n // 2
-            registers = _registers(tile.threads) - _OTHER_REGISTERS
+            registers = _registers(tile.threads) - _OTHER_REGISTERS - (_SOFTMAX_REGISTERS if softmax else 0)
             if results * (1 + split) > registers:
                 continue
-            if results * (1 + split + folded) > registers + (_SPILLED_REGISTERS if folded else 0):
+            spilled = _SPILLED_REGISTERS if pool != (1, 1, 1) else 0
+            if results * (1 + split + folded) > registers + spilled or (softmax and warp_m > 2):
                 continue
             if tile.threads > 1024 or tile.shared_bytes > shared_limit:
                 continue

@@ -5,10 +5,10 @@
 static REAL sum_over_slices(const REAL value, local REAL *partial, const int lane, const int slice) {
   if (SLICES == 1) return value;
   partial[slice * LANES + lane] = value;
-  barrier(CLK_LOCAL_MEM_FENCE);  // all partial values are there
+  barrier(CLK_LOCAL_MEM_FENCE);  // all partial sums are there
   REAL total = partial[lane];
   for (int i = 1; i < SLICES; i++) total += partial[i * LANES + lane];
-  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has read them
+  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has read the sums
   return total;
 }
 
