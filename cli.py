@@ -229,7 +229,7 @@ def doctor_command(
     debug: DebugOption = False,
 ) -> None:
     """Say what was looked for and found, and what would mend it; exit 3 when only NumPy works."""
-    from dispatcher.doctor import doctor
+    from dispatcher.diagnosis import doctor
 
     with _progress("examining"):
         diagnosis = doctor(retest=retest)

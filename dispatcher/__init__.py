@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dispatcher.benchmarking import Benchmark, benchmark
     from dispatcher.compiled import CompiledOperator, compile, run
-    from dispatcher.doctor import Diagnosis, doctor
+    from dispatcher.diagnosis import Diagnosis, doctor
     from dispatcher.errors import (
         BuildError,
         DeviceError,
@@ -75,7 +75,7 @@ __all__ = [
 _HOMES = {
     "benchmarking": ("Benchmark", "benchmark"),
     "compiled": ("CompiledOperator", "compile", "run"),
-    "doctor": ("Diagnosis", "doctor"),
+    "diagnosis": ("Diagnosis", "doctor"),
     "errors": (
         "BuildError",
         "DeviceError",

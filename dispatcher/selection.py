@@ -183,7 +183,7 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
         raise
     except Exception as error:  # a broken driver library may raise anything while it is imported
         return (_unavailable(name, f"the {name} backend cannot be imported: {describe(error)}"),)
-    if listing is not None and listing.outcome in selftest.BARRED:
+    if listing is not None and listing.outcome in selftest.BARRED and not _made_safe(backend, module, retest):
         return (
             _unavailable(
                 name,
@@ -196,6 +196,17 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
     except Exception as error:
         return (_unavailable(name, f"looking for {name} devices failed: {describe(error)}"),)
     return found or (_unavailable(name, f"{name} found no device"),)
+
+
+def _made_safe(backend: Any, module: str, retest: bool) -> bool:
+    """Whether a backend whose listing kills a process can leave out what does so."""
+
+    def survives() -> bool:
+        found = selftest.try_listing(module, backend.footprint(), again=retest)
+        return found is None or found.outcome not in selftest.BARRED
+
+    leave_out = getattr(backend, "leave_out_deadly", None)
+    return leave_out is not None and bool(leave_out(survives))
 
 
 def _unavailable(name: str, reason: str) -> Device:

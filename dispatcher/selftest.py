@@ -19,16 +19,18 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.filecache import FileCache
 from dispatcher.interface import Backend, Device
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 VARIABLE = "DISPATCHER_SELF_TEST"
 TIME_LIMIT_S = 60.0
@@ -206,6 +208,8 @@ def _taking_turns(patience_s: float) -> Iterator[None]:
 
 def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool]:
     """Run :func:`child` in a process of its own; the outcome, and whether it will be the same next time."""
+    import subprocess
+
     command = [sys.executable, "-c", _START, json.dumps(sys.path), *arguments]
     environment = {**os.environ, VARIABLE: "off"}
     try:
@@ -242,7 +246,7 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
     ), False
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Popen[str]) -> None:
     """End a child and whatever it has started."""
     if process.poll() is None:
         with contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +204,8 @@ class PartwiseExecutable:
             part.executable(inputs, result[part.start : part.stop], own[number])
 
         if self._side_by_side:
+            from concurrent.futures import ThreadPoolExecutor
+
             with ThreadPoolExecutor(len(self._parts), thread_name_prefix="dispatcher") as pool:
                 for done in [pool.submit(run, number) for number in range(len(self._parts))]:
                     done.result()

@@ -3,6 +3,8 @@
 ``backend_device`` runs a test once on every device of every backend. A backend that this machine lacks is a
 skip that says why; where the environment variable ``DISPATCHER_TEST_REQUIRE`` (such as ``opencl,cuda``) names
 it, it is a failure.
+
+With ``DISPATCHER_CUDA_SIM=1`` the CUDA simulator stands in for the driver, so that CUDA devices are among them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import pytest
 from dispatcher import registry
 from dispatcher.interface import Backend, Device
 from dispatcher.selection import ENVIRONMENT, backend_devices
+from tests import cudasim
+
+if cudasim.requested():
+    cudasim.activate()  # before anything imports PyCUDA
 
 REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower().split(",") if name}
 

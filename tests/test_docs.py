@@ -43,7 +43,7 @@ def test_the_readme_names_every_problem_and_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in dispatcher.problems():
         assert f"`{name}`" in text
-    for command in ("devices", "problems", "show", "run", "explain", "verify", "bench"):
+    for command in ("devices", "problems", "show", "run", "explain", "verify", "bench", "doctor"):
         assert f"dispatcher {command}" in text
 
 

@@ -33,7 +33,9 @@ import numpy as np, dispatcher
 generator = np.random.default_rng(0)
 x = generator.standard_normal((3, 4, 3, 4, 5)).astype(np.float32)
 w = generator.standard_normal((4, 6, 3, 3, 3)).astype(np.float32)
-compiled = dispatcher.compile("conv-transpose3d-layernorm-gelu-scaling", device=sys.argv[1], stride=2)
+options = {"algorithm": sys.argv[2]} if sys.argv[2:] else None
+problem = "conv-transpose3d-layernorm-gelu-scaling"
+compiled = dispatcher.compile(problem, device=sys.argv[1], stride=2, options=options)
 result = compiled(input=x, kernel=w)
 expected = dispatcher.run(compiled.problem, device="numpy", input=x, kernel=w, stride=2)
 np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
@@ -43,7 +45,7 @@ print(compiled.device.id)
 
 @pytest.fixture(scope="module")
 def device() -> str:
-    """The OpenCL device that starts fastest, or a skip."""
+    """An OpenCL device, or a skip."""
     usable = [found for found in backend_devices("opencl") if found.available]
     if not usable:
         pytest.skip("there is no usable OpenCL device")
@@ -77,12 +79,29 @@ def work(device: str, cache: Path, code: str = WORK, **more: str) -> tuple[int, 
 def test_eight_processes_start_at_once_on_empty_caches(device: str, tmp_path: Path) -> None:
     for number in range(5):
         env = environment(tmp_path / str(number))
-        processes = [start(WORK, device, env=env) for _ in range(8)]
+        processes = [start(WORK, device, "gather", env=env) for _ in range(8)]
         for process in processes:
             out, err = process.communicate(timeout=200)
             assert (process.returncode, out.strip(), err) == (0, device, "")
     tested = [file for file in (tmp_path / "0" / "kernel-dispatcher" / "selftest").iterdir()]
     assert len([file for file in tested if len(file.name) == 64]) == 2  # the listing, and the device, once
+
+
+def test_asking_for_help_is_quick() -> None:
+    def seconds(*command: str) -> float:
+        times = []
+        for _ in range(3):
+            before = os.times()
+            subprocess.run([sys.executable, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            after = os.times()
+            times.append(
+                after.children_user + after.children_system - before.children_user - before.children_system
+            )
+        return min(times)
+
+    base = seconds("-c", "import numpy")
+    assert seconds("-m", "cli", "--help") < base + 0.3
+    assert seconds("-c", "import numpy, dispatcher; dispatcher.run, dispatcher.doctor") < base + 0.3
 
 
 # ---- caches that are not as they should be -----------------------------------------------------------------
@@ -98,15 +117,30 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
 def test_cut_and_foreign_cache_entries_are_made_again(backend_device: Device, tmp_path: Path) -> None:
     if backend_device.kind == "reference":
         pytest.skip("the reference keeps nothing")
-    assert work(backend_device.id, tmp_path)[0] == 0
+    assert work(backend_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
     files = [file for file in (tmp_path / "kernel-dispatcher").rglob("*") if file.is_file()]
     files = [file for file in files if len(file.name) == 64]
-    assert files
+    if not files:
+        pytest.skip("this runtime keeps compiled programs itself")
     for spoil in (cut, foreign):
         for file in files:
             spoil(file)
-        assert work(backend_device.id, tmp_path)[0] == 0
+        assert work(backend_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
         assert all(file.read_bytes() != b"" for file in files)
+
+
+def test_cut_files_in_pocl_s_cache_do_not_kill_the_process(tmp_path: Path) -> None:
+    pocl = [found.id for found in backend_devices("opencl") if "Portable Computing" in found.name]
+    if not pocl:
+        pytest.skip("there is no PoCL here")
+    env = {"DISPATCHER_SELF_TEST": "off"}
+    assert work(pocl[0], tmp_path, **env)[0] == 0
+    for suffix in ("so", "bc"):
+        files = list((tmp_path / "pocl").rglob(f"*.{suffix}"))
+        assert files
+        for file in files:
+            cut(file)
+        assert work(pocl[0], tmp_path, **env) == (0, f"{pocl[0]}\n", "")
 
 
 def cut(file: Path) -> None:
@@ -204,9 +238,7 @@ def test_a_forked_child_works_or_says_why_not(backend_device: Device, request_: 
     out, err = process.communicate(timeout=60)  # a hang is what this test is about
     assert (process.returncode, err) == (0, "")
     (line,) = out.splitlines()
-    if backend_device.kind == "reference":
-        assert line == "works on numpy"
-    elif request_.endswith("numpy"):
+    if request_.endswith("numpy"):
         assert line == "works on numpy"
     else:
         assert line.startswith(f"device {request_}: this process was forked")
@@ -264,9 +296,9 @@ QUIET = """
 import sys, threading, warnings
 warnings.simplefilter("default")
 import numpy as np, dispatcher
-for dtype in ("float32", "float16", "float64"):
+for dtype in ("float32", "float16"):
     x, w = np.ones((2, 2, 3, 3, 3), dtype), np.ones((2, 2, 3, 3, 3), dtype)
-    compiled = dispatcher.compile("conv-transpose3d-sum-layernorm-avgpool-gelu", device=sys.argv[1], stride=2, sum_weight=1.0)
+    compiled = dispatcher.compile("conv-transpose-3d-asym-input-sq-kernel", device=sys.argv[1], stride=2)
     for _ in range(3):
         kept = compiled(input=x, kernel=w)
     thread = threading.Thread(target=compiled, kwargs={"input": x, "kernel": w})

@@ -94,6 +94,21 @@ def test_a_runtime_that_kills_whoever_lists_it(faulty: FaultyRuntimes) -> None:
     assert "accelerated devices that work: none" in ended.stdout
 
 
+def test_a_runtime_that_kills_whoever_lists_it_is_left_out(faulty: FaultyRuntimes) -> None:
+    runtime = faulty("list-abort")
+    (runtime.folder / "sound.icd").write_text(f"{runtime.real}\n")
+    (device,) = runtime.devices(DISPATCHER_SELF_TEST="50")
+    assert device["available"], device["reason"]
+    ended = runtime.dispatcher("run", CONV, "--device", "opencl")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = runtime.dispatcher("doctor", "--json")
+    assert ended.returncode == 0
+    findings = {finding["subject"]: finding for finding in json.loads(ended.stdout)["findings"]}
+    finding = findings[str(runtime.folder / "faulty.icd")]
+    assert finding["verdict"] == "problem"
+    assert "it kills a process that lists its devices" in finding["detail"]
+
+
 def test_a_kernel_that_does_not_build_is_exit_4_or_a_warning(faulty: FaultyRuntimes) -> None:
     runtime = faulty("refuse")
     (device,) = runtime.devices()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Executable
@@ -27,6 +28,7 @@ class OpenClBackend:
 
     def probe(self) -> Sequence[Device]:
         try:
+            import_pyopencl()
             from backends.opencl.runtime import find_devices
         except Exception as error:
             return [
@@ -53,6 +55,12 @@ class OpenClBackend:
         from backends.opencl.icd import footprint
 
         return footprint()
+
+    def leave_out_deadly(self, survives: Callable[[], bool]) -> bool:
+        """Leave out the runtimes that kill a process which looks for their devices."""
+        from backends.opencl.icd import leave_out_deadly
+
+        return leave_out_deadly(survives)
 
     def supports(self, operator: Operator, device: Device) -> str | None:
         if operator.precision != "fp32":
@@ -107,8 +115,6 @@ class OpenClBackend:
 
 def _why_none() -> str:
     """PoCL's usual reason for having no device, where it is one here."""
-    from backends.opencl.pocl import VARIABLE, cache_folder, unusable
-
     reason = unusable(cache_folder())
     return "" if reason is None else f": PoCL has none when {reason}; set {VARIABLE} to a folder that can be"
 

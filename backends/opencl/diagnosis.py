@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from backends.opencl import pocl
+from backends.opencl import caches
 from backends.opencl.icd import IcdEntry, prepare_icd_vendors
 from dispatcher.interface import Finding
 
@@ -52,12 +52,12 @@ def diagnose() -> Iterator[Finding]:
     for entry in report.entries:
         yield _runtime(entry)
     if any("pocl" in entry.library.lower() for entry in report.entries if entry.used):
-        folder = pocl.cache_folder()
-        reason = pocl.unusable(folder)
+        folder = caches.cache_folder()
+        reason = caches.unusable(folder)
         if reason is None:
             yield Finding("opencl", "PoCL's cache", "ok", str(folder))
         else:
-            remedy = f"set {pocl.VARIABLE} to a folder that can be written to"
+            remedy = f"set {caches.VARIABLE} to a folder that can be written to"
             yield Finding("opencl", "PoCL's cache", "problem", f"{reason}, so PoCL lists no device", remedy)
 
 

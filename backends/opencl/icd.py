@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +36,12 @@ USER_VARIABLES = ("OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH")
 # Holds the same path as OCL_ICD_VENDORS when this module set it, so that a child process, which inherits
 # both, does not take our folder for the user's own choice.
 OWN_VARIABLE = "DISPATCHER_ICD_VENDORS"
+
+# The user's OCL_ICD_VENDORS while a folder of ours stands in for it.
+CHOSEN_VARIABLE = "DISPATCHER_ICD_CHOSEN"
+
+# Libraries that the loader must not load, with the system's path separator between them.
+LEFT_OUT_VARIABLE = "DISPATCHER_ICD_LEFT_OUT"
 
 INTEL_DISTRIBUTION = "intel-opencl-rt"
 INTEL_LIBRARY = "libintelocl.so"
@@ -101,17 +107,24 @@ def prepare_icd_vendors() -> IcdReport:
     if not sys.platform.startswith("linux"):
         return IcdReport(SYSTEM_VENDORS, False, f"the loader is left alone on {sys.platform}", ())
     earlier = _withdraw_own_setting()
+    deadly = set(filter(None, os.environ.get(LEFT_OUT_VARIABLE, "").split(os.pathsep)))
     for variable in USER_VARIABLES:
         value = os.environ.get(variable)
         if value:
-            vendors = Path(value)
-            return IcdReport(vendors, False, f"{variable} is set by the user", tuple(_user_entries(vendors)))
+            vendors, reason = Path(value), f"{variable} is set by the user"
+            entries = [
+                _left_out(entry) if entry.library in deadly else entry for entry in _user_entries(vendors)
+            ]
+            if any(entry.library in deadly for entry in entries):
+                return _replace_user_s(entries, vendors, reason, earlier)
+            return IcdReport(vendors, False, reason, tuple(entries))
 
     entries = list(_entries_in((SYSTEM_VENDORS, Path(sys.prefix) / "etc" / "OpenCL" / "vendors")))
     intel = _intel_entry(entries)
     if intel is not None:
         entries.append(intel)
-    if not any(_is_addition(entry) for entry in entries):
+    entries = [_left_out(entry) if entry.library in deadly else entry for entry in entries]
+    if not any(_is_addition(entry) or entry.library in deadly for entry in entries):
         reason = f"nothing to add to {SYSTEM_VENDORS}"
         if intel is not None:
             reason = f"{INTEL_DISTRIBUTION} was not added: {intel.reason}"
@@ -124,7 +137,35 @@ def prepare_icd_vendors() -> IcdReport:
         return IcdReport(SYSTEM_VENDORS, False, reason, tuple(entries))
     os.environ["OCL_ICD_VENDORS"] = os.environ[OWN_VARIABLE] = str(vendors)
     added = ", ".join(entry.library for entry in entries if _is_addition(entry))
-    return IcdReport(vendors, True, f"added to {SYSTEM_VENDORS}: {added}", tuple(entries))
+    reason = f"added to {SYSTEM_VENDORS}: {added}" if added else f"some of {SYSTEM_VENDORS} is left out"
+    return IcdReport(vendors, True, reason, tuple(entries))
+
+
+def leave_out_deadly(survives: Callable[[], bool]) -> bool:
+    """Leave out the runtimes that kill or hang a process which lists their devices.
+
+    The environment variable ``DISPATCHER_ICD_LEFT_OUT`` then names their libraries, for this process and those that
+    it starts.
+
+    Args:
+        survives: lists the devices, in a process that inherits this one's environment, and says whether it lived.
+
+    Returns:
+        Whether listing what is left is safe; False when nothing is left, or nothing was gained.
+    """
+    libraries = [entry.library for entry in prepare_icd_vendors().entries if entry.used]
+    if len(libraries) < 2:
+        return False
+    deadly = []
+    for library in libraries:
+        os.environ[LEFT_OUT_VARIABLE] = os.pathsep.join(other for other in libraries if other != library)
+        if not survives():
+            deadly.append(library)
+    os.environ[LEFT_OUT_VARIABLE] = os.pathsep.join(deadly)
+    if len(deadly) < len(libraries) and survives():
+        return True
+    del os.environ[LEFT_OUT_VARIABLE]
+    return False
 
 
 def footprint() -> str:
@@ -167,9 +208,30 @@ def _withdraw_own_setting() -> Path | None:
     own = os.environ.pop(OWN_VARIABLE, None)
     if own is None:
         return None
+    chosen = os.environ.pop(CHOSEN_VARIABLE, "")
     if os.environ.get("OCL_ICD_VENDORS") == own:
         del os.environ["OCL_ICD_VENDORS"]
+        if chosen:
+            os.environ["OCL_ICD_VENDORS"] = chosen
     return Path(own)
+
+
+def _left_out(entry: IcdEntry) -> IcdEntry:
+    return replace(
+        entry, used=False, reason=f"it kills a process that lists its devices ({LEFT_OUT_VARIABLE})"
+    )
+
+
+def _replace_user_s(entries: list[IcdEntry], vendors: Path, reason: str, earlier: Path | None) -> IcdReport:
+    """Let the loader read what the user chose, but for what is left out."""
+    used = {entry.icd_file.name: f"{entry.library}\n" for entry in entries if entry.used}
+    try:
+        folder = _private_folder(used, earlier)
+    except OSError as error:
+        return IcdReport(vendors, False, f"no folder for .icd files can be written: {error}", tuple(entries))
+    os.environ[CHOSEN_VARIABLE] = os.environ.get("OCL_ICD_VENDORS", "")
+    os.environ["OCL_ICD_VENDORS"] = os.environ[OWN_VARIABLE] = str(folder)
+    return IcdReport(folder, True, f"{reason}, and some of {vendors} is left out", tuple(entries))
 
 
 def _is_addition(entry: IcdEntry) -> bool:

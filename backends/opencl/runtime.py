@@ -16,9 +16,9 @@ import numpy as np
 import pyopencl as cl
 from pyopencl.characterize import has_src_build_cache
 
+from backends.opencl.caches import cache_folder, discard_damaged, prepare_cache
 from backends.opencl.icd import prepare_icd_vendors
 from backends.opencl.memory import HostPool
-from backends.opencl.pocl import prepare_cache
 from dispatcher.errors import BuildError
 from dispatcher.filecache import FileCache
 
@@ -74,6 +74,8 @@ class OpenClRuntime:
 
     def __init__(self, platform: Any, device: Any) -> None:
         self.platform, self.device = platform, device
+        if "portable computing" in platform.name.lower():
+            discard_damaged(cache_folder())
         self.context = cl.Context([device])
         self.host = HostPool(KEEP_BYTES)
         self._programs: dict[str, Any] = {}

@@ -34,8 +34,13 @@ STAGE_FILES = {
 CHEAP = ("add", "subtract", "scale", "clamp", "relu", "leaky_relu", "hardswish")
 #: Work-items that run in step on a device that does not say: a multiple of every common width.
 DEFAULT_MULTIPLE = 64
-#: Words that a work-item's sums, and what it folds, may take; more would not stay in registers.
-SUM_WORDS = 64
+#: Words that a work-item's sums may take; what it folds takes as many again. LLVM then needs 83 to 132 registers for
+#: NVIDIA (sm_80) and 149 to 197 for AMD (gfx90a) and spills nothing; with 64 words two wavefronts fit AMD's units.
+SUM_WORDS = 32
+#: Channels that are combined in one plain sum at most; errors would grow with more.
+MOST_CHANNELS = 512
+#: Phases, each with a table entry of its own, at most; with more, most are holes.
+MOST_PHASES = 512
 #: Kernels that are built at most before a convolution is left to the gather kernel.
 MOST_BUILDS = 4
 
@@ -276,9 +281,13 @@ class TileLayout:
             return "a step of several taps has to hold all channels"
         if tile.block_k % tile.stage_slices:
             return "a step of K has fewer rows than are staged at once"
+        if self.task.phases > MOST_PHASES:
+            return f"more than {MOST_PHASES} phases"
+        if self.task.all_channels and self.task.geometry.out_channels > MOST_CHANNELS:
+            return f"more than {MOST_CHANNELS} channels to combine"
         if max(tile.stage_elements) > 16:
             return "a work-item would stage more elements than it can hold on to"
-        if tile.thread_m * tile.thread_n * words * (2 if self.task.fold else 1) > SUM_WORDS:
+        if tile.thread_m * tile.thread_n * words > SUM_WORDS:
             return "too many sums for a work-item's registers"
         if self.task.fold and self.task.all_channels and self.task.geometry.groups * self.tiles > 1:
             return "folding all channels of a voxel needs them in one channel tile"

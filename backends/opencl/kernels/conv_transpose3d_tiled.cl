@@ -186,6 +186,7 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
       }
       barrier(CLK_LOCAL_MEM_FENCE);  // the first step is there
       for (int tap = 0; tap < phase.y; tap += BLOCK_T)
+#pragma unroll 1
         for (int c0 = 0; c0 < PADDED_IC; c0 += BLOCK_C) {
           next_c0 = c0 + BLOCK_C < PADDED_IC ? c0 + BLOCK_C : 0;
           next = next_c0 > 0 ? tap : tap + BLOCK_T;

@@ -66,10 +66,10 @@ def doctor(*, retest: bool = False) -> Diagnosis:
     Raises:
         InputError: the environment variable that configures self-tests makes no sense.
     """
+    found = devices(retest=retest)  # first: looking for them finds out which runtimes are best left out
     findings = [*_package(), *_host()]
     for name, module in registry.BACKENDS.items():
         findings += _backend(name, module)
-    found = devices(retest=retest)
     findings += [_device(device) for device in found]
     working = tuple(device for device in found if device.kind != "reference" and _works(device))
     if not working:
