@@ -361,7 +361,7 @@ class CompiledOperator:
             warnings.warn(
                 f"{last.choice.device.id} does not survive a fork of the process; the next device is tried",
                 FallbackWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
 
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:

@@ -250,6 +250,11 @@ def _magnitude(array: Array) -> float:
     return math.ldexp(1.0, math.frexp(largest)[1])
 
 
+def _smallest(array: Array) -> float:
+    """The smallest magnitude other than zero; 1 when there is none."""
+    return float(np.min(array, where=array > 0.0, initial=np.inf)) if np.any(array > 0.0) else 1.0
+
+
 def _largest_neighbour(values: Array, axis: int, distance: int) -> Array:
     """The largest of each element and the two that lie ``distance`` away along ``axis``."""
     before = (slice(None),) * axis + (slice(None, -distance),)
@@ -327,7 +332,14 @@ class _Rules:
 
     def squares(self, step: ConvTranspose3d, x_squared: Array, weight: Array) -> Array:
         """The convolution of two squared arrays, accurate to a few digits."""
-        dtype, scale_x, scale_w = self.arithmetic.squares, _magnitude(x_squared), _magnitude(np.abs(weight))
+        scale_x, scale_w = _magnitude(x_squared), _magnitude(np.abs(weight))
+        dtype = self.arithmetic.squares
+        # Single precision is enough, unless small values would vanish beside the largest.
+        if (
+            _smallest(x_squared) / scale_x * (_smallest(np.abs(weight)) / scale_w) ** 2
+            < np.finfo(np.float32).tiny
+        ):
+            dtype = np.float64
         scaled = self.reference.conv_transpose3d(
             step,
             (x_squared / scale_x).astype(dtype),
@@ -399,7 +411,8 @@ class _Rules:
     def softmax(self, step: Softmax, x: Bounded, y: Array) -> Array:
         """Relative errors of the exponentials and of their sum."""
         unit = self.arithmetic.roundoff
-        depth = x.value.max(axis=step.axes, keepdims=True) - x.value
+        # An element at minus infinity is an exact zero, however deep it lies.
+        depth = np.where(y > 0.0, x.value.max(axis=step.axes, keepdims=True) - x.value, 0.0)
         exponential = x.error + unit * (depth + 4.0)  # relative, since exp turns sums into products
         total = _together(y * x.error, step.axes) + (y * unit * (depth + 4.0)).sum(step.axes, keepdims=True)
         total = total + self.arithmetic.sum_of(_extent(y, step.axes))

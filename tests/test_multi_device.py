@@ -192,11 +192,12 @@ def test_the_command_line_knows_it_too(pair: FakeBackend, capsys: pytest.Capture
 
 
 # ---- this machine's devices --------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", ["opencl", "cuda"])
 @pytest.mark.parametrize("problem", [CONV, LAYERNORM, SUM, SOFTMAX, MAXMAX])
-def test_real_devices_share_a_batch(problem: str) -> None:
-    usable = [device for device in backend_devices("opencl") if device.available]
+def test_real_devices_share_a_batch(problem: str, backend: str) -> None:
+    usable = [device for device in backend_devices(backend) if device.available]
     if len(usable) < 2:
-        pytest.skip("there are fewer than two usable OpenCL devices")
+        pytest.skip(f"there are fewer than two usable {backend} devices")
     operator = bound(problem, 7)
     tensors = random_tensors(operator, 5)
     numbers = {**operator.sizes, **operator.scalars}
@@ -208,5 +209,5 @@ def test_real_devices_share_a_batch(problem: str) -> None:
     for count, result in zip(counts, alone, strict=True):
         np.testing.assert_array_equal(joined[start : start + count], result[start : start + count])
         start += count
-    results = dispatcher.verify(problem, device="all-of:opencl", batch_size=7)
+    results = dispatcher.verify(problem, device=f"all-of:{backend}", batch_size=7)
     assert [result.outcome for result in results] == ["passed"], results[0].reason

@@ -52,6 +52,14 @@ def device() -> str:
     return usable[-1].id
 
 
+@pytest.fixture
+def lasting_device(backend_device: Device) -> Device:
+    """A device that other processes have as well, which a simulated one is not."""
+    if backend_device.backend == "cuda" and os.environ.get("DISPATCHER_CUDA_SIM") == "1":
+        pytest.skip("the CUDA simulator is in this process only")
+    return backend_device
+
+
 def environment(cache: Path, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DISPATCHER_")}
     return {**kept, "XDG_CACHE_HOME": str(cache), **more}
@@ -78,7 +86,8 @@ def work(device: str, cache: Path, code: str = WORK, **more: str) -> tuple[int, 
 @pytest.mark.slow
 def test_eight_processes_start_at_once_on_empty_caches(device: str, tmp_path: Path) -> None:
     for number in range(5):
-        env = environment(tmp_path / str(number))
+        # The self-tests, for which the processes take turns, are left out later on, to save time.
+        env = environment(tmp_path / str(number), DISPATCHER_SELF_TEST="on" if number < 2 else "off")
         processes = [start(WORK, device, "gather", env=env) for _ in range(8)]
         for process in processes:
             out, err = process.communicate(timeout=200)
@@ -114,10 +123,10 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
             assert (code, out.strip(), err) == (0, found.id, "")
 
 
-def test_cut_and_foreign_cache_entries_are_made_again(backend_device: Device, tmp_path: Path) -> None:
-    if backend_device.kind == "reference":
+def test_cut_and_foreign_cache_entries_are_made_again(lasting_device: Device, tmp_path: Path) -> None:
+    if lasting_device.kind == "reference":
         pytest.skip("the reference keeps nothing")
-    assert work(backend_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
+    assert work(lasting_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
     files = [file for file in (tmp_path / "kernel-dispatcher").rglob("*") if file.is_file()]
     files = [file for file in files if len(file.name) == 64]
     if not files:
@@ -125,7 +134,7 @@ def test_cut_and_foreign_cache_entries_are_made_again(backend_device: Device, tm
     for spoil in (cut, foreign):
         for file in files:
             spoil(file)
-        assert work(backend_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
+        assert work(lasting_device.id, tmp_path, DISPATCHER_SELF_TEST="off")[0] == 0
         assert all(file.read_bytes() != b"" for file in files)
 
 
@@ -232,8 +241,8 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("request_", ["device", "auto"])
-def test_a_forked_child_works_or_says_why_not(backend_device: Device, request_: str) -> None:
-    request_ = backend_device.id if request_ == "device" else f"{backend_device.id},numpy"
+def test_a_forked_child_works_or_says_why_not(lasting_device: Device, request_: str) -> None:
+    request_ = lasting_device.id if request_ == "device" else f"{lasting_device.id},numpy"
     process = start(FORK, request_, env=dict(os.environ))
     out, err = process.communicate(timeout=60)  # a hang is what this test is about
     assert (process.returncode, err) == (0, "")
@@ -307,10 +316,10 @@ for dtype in ("float32", "float16"):
 """
 
 
-def test_a_process_ends_cleanly_and_silently(backend_device: Device, tmp_path: Path) -> None:
+def test_a_process_ends_cleanly_and_silently(lasting_device: Device, tmp_path: Path) -> None:
     for _ in range(2):  # with an empty cache, and with a full one
         process = subprocess.run(
-            [sys.executable, "-X", "dev", "-c", QUIET, backend_device.id],
+            [sys.executable, "-X", "dev", "-c", QUIET, lasting_device.id],
             capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=200, check=False,
         )  # fmt: skip
         assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

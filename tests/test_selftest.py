@@ -61,15 +61,15 @@ def test_a_runtime_that_aborts_never_does_so_here(faulty: FaultyRuntimes) -> Non
 def test_a_runtime_that_hangs_is_ended_in_time(faulty: FaultyRuntimes) -> None:
     runtime = faulty("hang")
     start = time.monotonic()
-    (device,) = runtime.devices(DISPATCHER_SELF_TEST="6")
+    (device,) = runtime.devices(DISPATCHER_SELF_TEST="4")
     assert time.monotonic() - start < 30
     assert not device["available"]
-    assert "its self-test hung: no answer within 6 s" in device["reason"]
-    start = time.monotonic()
-    ended = runtime.dispatcher("run", CONV, DISPATCHER_SELF_TEST="6")
+    assert "its self-test hung: no answer within 4 s" in device["reason"]
+    assert runtime.contexts == 1
+    ended = runtime.dispatcher("run", CONV, DISPATCHER_SELF_TEST="4")
     assert ended.returncode == 0
     assert "device    numpy" in ended.stdout
-    assert time.monotonic() - start < 6
+    assert runtime.contexts == 1
 
 
 def test_a_runtime_that_lies_is_found_out(faulty: FaultyRuntimes) -> None:
@@ -260,6 +260,23 @@ def test_a_barred_device_is_passed_over_and_named_in_vain(
     assert "its self-test went up in smoke" in skipped[0][1]
     with pytest.raises(DeviceError, match=r"cuda:0 \(bad\) is not usable: its self-test went up in smoke"):
         dispatcher.compile(CONV, device="cuda:bad", case="sample")
+
+
+@pytest.mark.parametrize("request_", ["auto", "cuda:7,cuda,numpy"])
+@pytest.mark.parametrize(
+    "command",
+    [["run", CONV], ["run", CONV, "--json"], ["explain", CONV], ["verify"], ["bench", "--repeat", "1"]],
+)
+def test_what_was_passed_over_is_said_once_on_stderr(
+    install_backends: Install, capsys: pytest.CaptureFixture[str], request_: str, command: list[str]
+) -> None:
+    install_backends(FakeBackend("cuda", unavailable="no driver library libcuda.so.1"))
+    assert cli.main([*command, "--device", request_]) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    labels = ["cuda"] if request_ == "auto" else ["cuda:7", "cuda"]
+    assert lines == [f"note: {label} is passed over: no driver library libcuda.so.1" for label in labels]
+    assert "numpy" in captured.out
 
 
 def test_only_what_is_asked_for_is_tested(install_backends: Install, monkeypatch: pytest.MonkeyPatch) -> None:

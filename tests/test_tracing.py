@@ -47,7 +47,7 @@ def test_a_trace_shows_compile_upload_kernels_and_download(backend_device: Devic
     order = [names.index(name) for name in ("upload", kernels[0], "download")]
     assert order == sorted(order)
     of_device = [span for span in spans if lines[span["tid"]] == backend_device.id]
-    assert {span["name"] for span in of_device} == {"upload", *kernels, "download"}
+    assert {span["name"] for span in of_device} >= {"upload", *kernels, "download"}
     for before, after in itertools.pairwise(of_device):
         assert after["ts"] >= before["ts"] + before["dur"] - 0.01
 

@@ -68,9 +68,9 @@ def ranked(
     vec = facts.vec_double if real == np.float64 else facts.vec
     flat = None if options.line is None else options.line == "flat"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat)
-    tiles = device_class(facts.vec).register_tiles
+    device = device_class(facts.vec)
     return ranked_tiles(
-        geometry, fold, vec, tiles, facts.cache, real.itemsize, winograd=winograd, wanted=wanted
+        geometry, fold, vec, device, facts.cache, real.itemsize, winograd=winograd, wanted=wanted
     )
 
 

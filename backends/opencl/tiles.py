@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import product
 
 from dispatcher.errors import InputError
 from dispatcher.geometry import AxisGeometry, ConvGeometry
@@ -299,14 +299,29 @@ class DeviceClass:
     Attributes:
         name: for people.
         vec: lanes of a vector of float.
-        registers: vector registers.
-        register_tiles: ``(thread_c, thread_w)`` worth considering, best first among equals.
+        vector_load: cost of loading a vector from any address, in vector multiply-adds.
+        broadcast: cost of loading one number into all lanes.
+        register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
+        winograd_tiles: the same for the Winograd core, which holds the tiles of up to four components at once.
     """
 
     name: str
     vec: int
-    registers: int
+    vector_load: float
+    broadcast: float
     register_tiles: tuple[tuple[int, int], ...]
+    winograd_tiles: tuple[tuple[int, int], ...]
+
+    def tiles(self, winograd: bool) -> tuple[tuple[int, int], ...]:
+        """Register tiles of one core."""
+        return self.winograd_tiles if winograd else self.register_tiles
+
+    def tile_cost(self, channels: int, width: int) -> float:
+        """One input channel and tap of a register tile, in vector multiply-adds.
+
+        Multiply-adds and loads run side by side, so that the larger share counts; the loop costs about one.
+        """
+        return max(channels * width, self.vector_load * width + self.broadcast * channels) + 1.0
 
 
 @cache
@@ -317,8 +332,10 @@ def device_classes() -> tuple[DeviceClass, ...]:
         DeviceClass(
             entry["name"],
             entry["vec"],
-            entry["registers"],
+            entry["vector_load"],
+            entry["broadcast"],
             tuple((c, w) for c, w in entry["register_tiles"]),
+            tuple((c, w) for c, w in entry["winograd_tiles"]),
         )
         for entry in json.loads(text)["classes"]
     )
@@ -330,27 +347,14 @@ def device_class(vec: int) -> DeviceClass:
     return max(fitting, key=lambda entry: entry.vec) if fitting else device_classes()[-1]
 
 
-def register_tile(channels: int, tiles: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """``(thread_c, thread_w)`` for a group of ``channels`` output channels, out of ``tiles``.
-
-    Wide enough to keep the multiply-add pipes full, and wasting few channels on ragged groups.
-    """
-
-    def cost(option: tuple[int, int]) -> float:
-        c, w = option
-        padded = round_up(channels, c) / channels
-        loads = (c + w) / (c * w)
-        return padded * (1 + 0.5 * loads)
-
-    return min(tiles, key=cost)
-
-
+#: Estimates that differ by less do not say which tile is faster.
+NEARLY_EQUAL = 1.02
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
 TRANSFORM_COST = 1.5
 
 
-def work(layout: LineLayout) -> float:
-    """Vector operations per box that are not fused steps: products, and what packing and transforms add.
+def work(layout: LineLayout, device: DeviceClass) -> float:
+    """Cost of one box without the fused steps: products, and what packing and transforms add.
 
     An estimate in units of one vector multiply-add, for comparing tiles and algorithms of one geometry.
     """
@@ -358,19 +362,25 @@ def work(layout: LineLayout) -> float:
     vectors = sum(chunk.width for chunk in layout.chunks)
     group_ic = g.in_channels // g.groups
     channels = g.groups * round_up(g.out_channels // g.groups, tile.thread_c)
+    # One tap and input channel of a line: all its register tiles, for all output channels.
+    line = (
+        sum(device.tile_cost(tile.thread_c, chunk.width) for chunk in layout.chunks)
+        * channels
+        / tile.thread_c
+    )
     row_vectors = layout.edge / tile.vec
     taps_w = sum(len(phase.taps) for phase in g.width.phases)
     products: float
     if not tile.winograd:
         taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
-        products = tile.box_d * vectors * channels * group_ic * taps
+        products = tile.box_d * line * group_ic * taps
         packing = len(layout.depth.rows) * len(layout.height.rows) * g.in_channels * row_vectors
         return products + 2 * TRANSFORM_COST * packing
     products = transforms = 0.0
     for d in g.depth.phases:
         for h in g.height.phases:
             parts_d, parts_h = len(d.taps) + 1, len(h.taps) + 1
-            products += parts_d * parts_h * taps_w * vectors * channels * group_ic
+            products += parts_d * parts_h * taps_w * line * group_ic
             rows = 3 * len(layout.height.rows) + 3 * parts_h * layout.line_rows
             inverse = channels * g.width.stride * vectors * (parts_h * 2 + 8)
             transforms += parts_d * (g.in_channels * rows * row_vectors + inverse)
@@ -390,7 +400,7 @@ def ranked_tiles(
     geometry: ConvGeometry,
     fold: Fold | None,
     vec: int,
-    register_tiles: Sequence[tuple[int, int]],
+    device: DeviceClass,
     cache_bytes: int,
     itemsize: int,
     *,
@@ -404,9 +414,7 @@ def ranked_tiles(
     Raises:
         InputError: a box that is asked for does not hold whole windows or pairs of rows.
     """
-    thread_c, thread_w = wanted.register_tile or register_tile(
-        geometry.out_channels // geometry.groups, register_tiles
-    )
+    register_tiles = device.tiles(winograd) if wanted.register_tile is None else (wanted.register_tile,)
     window = fold.window if fold is not None else (1, 1, 1)
     pair = 2 if winograd else 1
     unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
@@ -419,17 +427,18 @@ def ranked_tiles(
             )
         boxes = [wanted.box]
     forms = (False, True) if wanted.flat is None else (wanted.flat,)
-    ranked: list[tuple[float, Tile]] = []
-    for number, (box_d, box_h) in enumerate(boxes):
-        for flat in forms:
-            tile = Tile(vec, thread_c, thread_w, box_d, box_h, flat, winograd)
-            layout = LineLayout(geometry, fold, tile)
-            size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
-            fits = size <= cache_bytes
-            if fits or number == 0:
-                ranked.append(
-                    (layout.boxes[0] * layout.boxes[1] * work(layout) * (1.0 if fits else 1.5), tile)
-                )
-    # Estimates within a percent are equal: the smaller box, which comes first, leaves more cache to others.
-    ranked.sort(key=lambda entry: round(math.log(entry[0]) / 0.01))
-    return ranked
+    ranked: list[tuple[float, tuple[bool, int, int], Tile]] = []
+    for (number, box), (thread_c, thread_w), flat in product(enumerate(boxes), register_tiles, forms):
+        tile = Tile(vec, thread_c, thread_w, *box, flat, winograd)
+        layout = LineLayout(geometry, fold, tile)
+        size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
+        fits = size <= cache_bytes
+        if fits or number == 0:
+            cost = layout.boxes[0] * layout.boxes[1] * work(layout, device)
+            preference = (flat, register_tiles.index((thread_c, thread_w)), size)
+            ranked.append((cost if fits else 1.5 * cost, preference, tile))
+    # Within the error of the estimates aligned rows win, then the class's order of register tiles, then the box
+    # that leaves most of the cache to the rest.
+    near = NEARLY_EQUAL * min(cost for cost, _, _ in ranked)
+    ranked.sort(key=lambda entry: (0.0, *entry[1]) if entry[0] <= near else (entry[0], *entry[1]))
+    return [(cost, tile) for cost, _, tile in ranked]

@@ -47,7 +47,7 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
     for algorithm in ("direct", "winograd"):
         if algorithm == "winograd" and lines.no_transform(geometry) is not None:
             continue
-        for c, w in device_class(facts.vec).register_tiles:
+        for c, w in device_class(facts.vec).tiles(algorithm == "winograd"):
             options = Options(algorithm, tile=f"{c}x{w}")
             ranked = lines.ranked(geometry, fold, facts, real, options, winograd=algorithm == "winograd")
             for _, tile in ranked[:BOXES]:

@@ -33,6 +33,7 @@ static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict x, const int f
     for (int th = 0; th < TAPS_H[rh]; th++)
       for (int tw = 0; tw < TAPS_W[rw]; tw++) {
         global const REAL *restrict xr = x + plane * PLANE + SLOT_H[rh][th] * PITCH + OFFSET_W[rw][tw];
+#pragma unroll 1
         for (int i = 0; i < GROUP_IC; i++) {
           real_v xv[TILE_W];
           #pragma unroll

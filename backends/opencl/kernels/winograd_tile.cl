@@ -23,8 +23,10 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
     for (int c = 0; c < THREAD_C; c++)
 #pragma unroll
       for (int j = 0; j < TILE_W; j++) z[b][c][j] = SPLAT(R(0.0));
+#pragma unroll 1
     for (int tw = 0; tw < TAPS_W[rw]; tw++) {
       global const REAL *restrict vr = v + b * (IC * CHANNEL) + OFFSET_W[rw][tw];
+#pragma unroll 1
       for (int i = 0; i < GROUP_IC; i++) {
         real_v vv[TILE_W];
 #pragma unroll
