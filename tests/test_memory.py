@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,21 @@ def small_opencl(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
 
     monkeypatch.setitem(runtime.__dict__, "facts", before)
     return limit
+
+
+@pytest.mark.skipif(os.environ.get("DISPATCHER_CUDA_SIM") != "1", reason="needs the CUDA simulator")
+def test_a_small_gpu_works_in_parts_and_goes_on_after_an_out_of_memory() -> None:
+    from tests.cuda_support import machine
+
+    x = np.random.default_rng(0).integers(-3, 4, (8, 1, 32, 32, 32)).astype(np.float32)
+    w = np.full((1, 1, 1, 1, 1), 2, np.float32)
+    with machine(memory_mb=1):
+        compiled = dispatcher.compile(CONV, device="cuda")
+        for _ in range(2):
+            np.testing.assert_array_equal(compiled(input=x, kernel=w), 2 * x)
+            assert "2 at a time" in compiled.explain().launches[0].note
+            with pytest.raises(DeviceMemoryError, match=r"4096000 bytes .* of its 1048576 bytes are free"):
+                compiled(input=np.ones((1, 1, 80, 80, 80), np.float32), kernel=w)
 
 
 def test_a_split_call_adds_up_its_times(install_backends: Install) -> None:

@@ -191,6 +191,17 @@ def test_an_entry_of_another_format_is_made_again(
     assert len(children) == 2
 
 
+@pytest.mark.parametrize("outcome", ["wrong", "error"])
+def test_what_can_be_mended_is_not_kept(
+    children: list[Any], monkeypatch: pytest.MonkeyPatch, outcome: Any
+) -> None:
+    answer = SelfTest(outcome, "something of ours")
+    monkeypatch.setattr(selftest, "_run_child", lambda *_: (answer, True))
+    assert selftest.try_device(DEVICE, "backends.opencl") == answer
+    answer = SelfTest("ok", "", 1.0)
+    assert selftest.try_device(DEVICE, "backends.opencl") == answer
+
+
 def test_what_came_from_outside_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for number, kept in ((signal.SIGKILL, False), (signal.SIGSEGV, True)):
