@@ -1,5 +1,5 @@
 # make run     install with an OpenCL runtime for the CPU, run one problem, check it against NumPy
-# make test    install what the tests need and run them
+# make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
 # make check   lint, formatting, types and tests
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
@@ -13,6 +13,12 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
 BENCH ?=
+# Tests run in as many processes as there are cores.
+PYTEST ?= -n auto
+# What must run, not be skipped: OpenCL and CUDA, which this file installs, and what REQUIRE names besides. Without a
+# CUDA driver the tests' simulator stands in for it.
+REQUIRE ?=
+ON_CUDA := DISPATCHER_CUDA_SIM=1 DISPATCHER_TEST_REQUIRE=cuda
 
 .PHONY: run test check bench clean
 
@@ -20,13 +26,15 @@ run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest
+	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py -k cuda
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(MAKE) test
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python bench/cpu_peers.py $(BENCH)
@@ -44,6 +52,7 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m tests.cudasim.pycuda_wheel --install
 	touch $@ $(RUN_STAMP)
 
 $(BENCH_STAMP): pyproject.toml | $(BIN)/python

@@ -24,7 +24,7 @@ from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, Scal
 
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
-WORTHWHILE = 1.08
+WORTHWHILE = 1.05
 #: Below these, Winograd is not chosen: a call is too short to matter, and with few input channels the
 #: transforms cost what the products save, while an output with few products shows its neighbours' rounding.
 WINOGRAD_FLOPS = 1 << 26
