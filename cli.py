@@ -146,6 +146,19 @@ PrecisionOption = Annotated[
 SeedOption = Annotated[
     str, typer.Option(metavar="N", help="Seed of the random tensors, from 0 to 2**64 - 1.")
 ]
+AlgorithmOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A",
+        help="Algorithm of the convolution, as the backend names it: OpenCL has auto, direct, winograd, tiled, gather.",
+    ),
+]
+TuningOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", metavar="NAME=VALUE", help="A tuning option of the backend, such as box=2x8. Repeatable."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DebugOption = Annotated[
     bool,
@@ -346,6 +359,8 @@ def run_command(
     seed: SeedOption = "0",
     repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls after the first one.")] = "1",
     verify: Annotated[bool, typer.Option(help="Compare the result with the reference.")] = True,
+    algorithm: AlgorithmOption = None,
+    option: TuningOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -368,6 +383,7 @@ def run_command(
     target = None if output is None else _output_path("--output", output)
     trace_file = None if trace is None else _output_path("--trace", trace)
     parse_request(device)
+    options = _options(algorithm, option)
     arguments = parse_assignments(loaded, settings or [], "--set")
     files = _read_tensors(loaded, tensor or [])
     if case is None and not files:
@@ -391,7 +407,7 @@ def run_command(
     with tracing.recording(trace_file):
         start = time.perf_counter()
         with _progress("compiling"):
-            call = call_on(operator, tensors, device)
+            call = call_on(operator, tensors, device, options)
         compile_s = time.perf_counter() - start
 
         before = checksums(tensors) if verify else {}
@@ -446,6 +462,8 @@ def explain_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
+    algorithm: AlgorithmOption = None,
+    option: TuningOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -465,6 +483,7 @@ def explain_command(
             case=case or _default_case(loaded),
             dtype=dtype,
             precision=precision,
+            options=_options(algorithm, option),
             **parse_assignments(loaded, settings or [], "--set"),
         )
     report = explanation.as_dict()
@@ -533,6 +552,8 @@ def verify_command(
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
+    algorithm: AlgorithmOption = None,
+    option: TuningOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -543,6 +564,7 @@ def verify_command(
 
     seed_number = _whole("--seed", seed, 0, MAX_SEED)
     results: list[Verification] = []
+    options = _options(algorithm, option)
     chosen = _load_all(problem, settings, case, dtype, precision)
     with _progress("verifying") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
@@ -553,6 +575,7 @@ def verify_command(
                 dtype=dtype,
                 precision=precision,
                 seed=seed_number,
+                options=options,
                 progress=partial(_report_part, advance, number, len(chosen)),
                 **arguments,
             )
@@ -585,6 +608,58 @@ def verify_command(
     raise typer.Exit(code)
 
 
+@app.command("tune")
+def tune_command(
+    problem: ProblemsArgument = None,
+    device: DeviceOption = None,
+    case: CaseOption = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    keep: Annotated[bool, typer.Option(help="Use the winners on this device from now on.")] = True,
+    self_test: SelfTestOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Find the fastest algorithm and tile for problems on a device; each candidate is verified first."""
+    from dispatcher.tuning import TuneResult, tune_problem
+
+    chosen = _load_all(problem, settings, case, dtype, "fp32")
+    results: list[TuneResult] = []
+    with _progress("tuning") as advance:
+        for number, (loaded, its_case, arguments) in enumerate(chosen):
+            results.append(
+                tune_problem(
+                    loaded,
+                    device=device,
+                    case=its_case,
+                    dtype=dtype,
+                    keep=keep,
+                    progress=partial(_report_part, advance, number, len(chosen)),
+                    **arguments,
+                )
+            )
+    if as_json:
+        _print_json("tune", {"results": [result.as_dict() for result in results]})
+        return
+    _print(
+        _table(
+            ("PROBLEM", "DEVICE", "BEST OPTIONS", "MEDIAN", "DEFAULT", "GAIN"),
+            [
+                (
+                    result.problem,
+                    result.device,
+                    " ".join(f"{name}={value}" for name, value in result.best.items()) or "the default",
+                    _seconds(result.best_s),
+                    _seconds(result.default_s),
+                    f"{result.gain:.2f}",
+                )
+                for result in results
+            ],
+        )
+    )
+
+
 @app.command("bench")
 def bench_command(
     problem: ProblemsArgument = None,
@@ -597,6 +672,8 @@ def bench_command(
     repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls.")] = "10",
     warmup: Annotated[str, typer.Option(metavar="N", help="Calls before them.")] = "2",
     verify: Annotated[bool, typer.Option(help="Check the result before timing.")] = True,
+    algorithm: AlgorithmOption = None,
+    option: TuningOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -608,6 +685,7 @@ def bench_command(
 
     seed_number, repeats = _whole("--seed", seed, 0, MAX_SEED), _whole("--repeat", repeat, 1)
     warmups = _whole("--warmup", warmup, 0)
+    options = _options(algorithm, option)
     chosen = _load_all(problem, settings, case, dtype, precision)
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]
@@ -630,6 +708,7 @@ def bench_command(
                     repeats=repeats,
                     warmup=warmups,
                     check=verify,
+                    options=options,
                     **arguments,
                 )
                 results.append((its_case, timed))
@@ -706,6 +785,23 @@ def _check_choices(dtype: str | None, precision: str) -> None:
     for option, value, allowed in (("--dtype", dtype, DTYPES), ("--precision", precision, PRECISIONS)):
         if value is not None and value not in allowed:
             raise InputError(f"{option} is {value!r}; expected one of {', '.join(allowed)}")
+
+
+def _options(algorithm: str | None, given: Sequence[str] | None) -> dict[str, str]:
+    """Tuning options from ``--algorithm`` and ``--option``.
+
+    Raises:
+        InputError: an assignment is not one, or names what another one names.
+    """
+    options = {} if algorithm is None else {"algorithm": algorithm}
+    for text in given or ():
+        name, sign, value = text.partition("=")
+        if not sign or not name or not value:
+            raise InputError(f"--option is {text!r}; expected NAME=VALUE, such as box=2x8")
+        if name in options:
+            raise InputError(f"--option {text} and {name}={options[name]} are both given; keep one")
+        options[name] = value
+    return options
 
 
 def _default_case(problem: Problem) -> str | None:

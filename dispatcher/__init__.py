@@ -2,7 +2,8 @@
 
 ``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
 there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``benchmark``
-times them, and ``doctor`` says what keeps devices from working.
+times them, ``tune_problem`` finds the fastest options on a device, and ``doctor`` says what keeps devices from
+working.
 
 Importing this package loads neither a GPU library nor NumPy: each name is imported when it is first used.
 """
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dispatcher.operator import Operator
     from dispatcher.problem import Problem
     from dispatcher.selection import FallbackWarning, devices
+    from dispatcher.tuning import TuneResult, tune_problem
     from dispatcher.verifying import Verification, verify
 
 __version__ = "0.1.0"
@@ -57,6 +59,7 @@ __all__ = [
     "Operator",
     "Problem",
     "ProblemFileError",
+    "TuneResult",
     "Verification",
     "VerificationError",
     "__version__",
@@ -68,6 +71,7 @@ __all__ = [
     "load_problem",
     "problems",
     "run",
+    "tune_problem",
     "verify",
 ]
 
@@ -94,6 +98,7 @@ _HOMES = {
     "operator": ("Operator",),
     "problem": ("Problem",),
     "selection": ("FallbackWarning", "devices"),
+    "tuning": ("TuneResult", "tune_problem"),
     "verifying": ("Verification", "verify"),
 }
 _LAZY = {name: module for module, names in _HOMES.items() for name in names}

@@ -517,15 +517,35 @@ def verify_result(
         result: what was got; it must have the operator's output shape and dtype.
         progress: told the fraction done, from time to time.
     """
-    misfit = _misfit(result, operator.output_shape, operator.dtype)
-    if misfit:
-        return _refused(misfit)
-    tally = _Tally()
+    return verify_results(operator, tensors, [result], progress)[0]
+
+
+def verify_results(
+    operator: Operator,
+    tensors: Tensors,
+    results: Sequence[np.ndarray],
+    progress: Progress | None = None,
+) -> list[Comparison]:
+    """Compare several results of one operator with the reference, which is computed once.
+
+    Args:
+        operator: what was computed.
+        tensors: every input tensor by name.
+        results: what was got, for example on several devices.
+        progress: told the fraction done, from time to time.
+    """
+    misfits = [_misfit(result, operator.output_shape, operator.dtype) for result in results]
+    tallies = [_Tally() for _ in results]
     lock = threading.Lock()
 
     def take(part: slice, values: Array, bounds: Array) -> None:
         with lock:
-            tally.add(result[part], values, bounds, part.start)
+            for tally, result, misfit in zip(tallies, results, misfits, strict=True):
+                if not misfit:
+                    tally.add(result[part], values, bounds, part.start)
 
-    _each_part(operator, tensors, progress, take)
-    return tally.finish()
+    if not all(misfits):
+        _each_part(operator, tensors, progress, take)
+    return [
+        _refused(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)
+    ]

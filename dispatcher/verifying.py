@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from dispatcher.loader import load_problem, problem_names
 from dispatcher.operator import Operator
 from dispatcher.problem import Problem
 from dispatcher.selection import devices, first_usable, parse_request
-from dispatcher.verification import Comparison, poisoned, verify_result
+from dispatcher.verification import Comparison, poisoned, verify_result, verify_results
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
 
@@ -137,37 +138,70 @@ def verify(
     results = []
     for operator in operators:
         tensors = random_tensors(operator, seed, kind=kind)
-        for request, place in zip(requests, places, strict=True):
-            results.append(_verify_one(operator, request, place, tensors, case, seed, options, progress))
+        runs = [
+            _run(operator, request, place, tensors, options)
+            for request, place in zip(requests, places, strict=True)
+        ]
+        arrays = [run.result for run in runs if run.result is not None]
+        where = ", ".join(run.device.id for run in runs if run.result is not None)
+        told = progress and partial(progress, operator.problem.name, where)
+        comparisons = iter(verify_results(operator, tensors, arrays, told) if arrays else [])
+        results += [run.judge(operator, case, seed, comparisons) for run in runs]
     return results
 
 
-def _verify_one(
+@dataclass(frozen=True)
+class _Run:
+    """One operator on one device, before it is compared.
+
+    Attributes:
+        device: the device that ran it, or that was to.
+        skipped: devices that were preferred and passed over.
+        result: what came out, where there is something to compare.
+        outcome: ``failed``, ``error`` or ``unsupported`` where there is not.
+        reason: why there is not.
+    """
+
+    device: Device
+    skipped: tuple[tuple[str, str], ...] = ()
+    result: np.ndarray | None = None
+    outcome: Outcome = "passed"
+    reason: str = ""
+
+    def judge(
+        self, operator: Operator, case: str | None, seed: int, comparisons: Iterator[Comparison]
+    ) -> Verification:
+        """The entry for this run; a run with a result takes the next comparison."""
+        comparison, outcome, reason = None, self.outcome, self.reason
+        if self.result is not None:
+            comparison = next(comparisons)
+            outcome, reason = "passed" if comparison.passed else "failed", comparison.reason
+        name = operator.problem.name
+        return Verification(
+            name, case, seed, self.device, outcome, reason, operator, comparison, self.skipped
+        )
+
+
+def _run(
     operator: Operator,
     request: str | Device | None,
     device: Device,
     tensors: Mapping[str, np.ndarray],
-    case: str | None,
-    seed: int,
     options: Mapping[str, Any] | None,
-    progress: CheckProgress | None,
-) -> Verification:
-    """Check one operator; ``device`` is the one to report where no other is chosen in the end."""
-    name = operator.problem.name
-    comparison: Comparison | None = None
-    skipped: tuple[tuple[str, str], ...] = ()
-    outcome: Outcome
+) -> _Run:
+    """Run one operator; ``device`` is the one to report where no other is chosen in the end."""
+    before = checksums(tensors)
     try:
         call = call_on(operator, tensors, request, options)
-        where = call.choice.device.id
-        _, comparison = checked_run(call, tensors, progress and (lambda done: progress(name, where, done)))
-        device, skipped = call.choice.device, call.choice.skipped
-        outcome, reason = "passed" if comparison.passed else "failed", comparison.reason
+        result = call(output=poisoned(operator.output_shape, operator.dtype))
     except KernelError as error:
-        outcome, reason = "error", str(error)
+        return _Run(device, outcome="error", reason=str(error))
     except DeviceError as error:
-        outcome, reason = "unsupported", str(error)
-    return Verification(name, case, seed, device, outcome, reason, operator, comparison, skipped)
+        return _Run(device, outcome="unsupported", reason=str(error))
+    reason = _changed(tensors, before)
+    if reason:
+        return _Run(call.choice.device, call.choice.skipped, outcome="failed", reason=reason)
+    return _Run(call.choice.device, call.choice.skipped, result)
 
 
 def call_on(
@@ -226,11 +260,16 @@ def compare_run(
     progress: Callable[[float], None] | None = None,
 ) -> Comparison:
     """Compare a result with the reference, and the inputs with their :func:`checksums` before the run."""
-    changed = [name for name, checksum in checksums(tensors).items() if checksum != before[name]]
-    if changed:
-        reason = f"the run changed the input tensor {' and '.join(changed)}"
+    reason = _changed(tensors, before)
+    if reason:
         return Comparison(False, float("nan"), float("nan"), float("nan"), reason=reason)
     return verify_result(operator, tensors, result, progress)
+
+
+def _changed(tensors: Mapping[str, np.ndarray], before: Mapping[str, int]) -> str:
+    """Which inputs have other :func:`checksums` than before, as a reason; empty when none has."""
+    changed = [name for name, checksum in checksums(tensors).items() if checksum != before[name]]
+    return f"the run changed the input tensor {' and '.join(changed)}" if changed else ""
 
 
 def checksums(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:

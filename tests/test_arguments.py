@@ -132,7 +132,7 @@ def test_wrong_sizes_are_named(arguments: dict[str, Any], words: str) -> None:
 
 def test_sizes_that_no_memory_holds_are_refused() -> None:
     with pytest.raises(GeometryError, match=r"tensor output of shape .* bytes; no memory holds"):
-        bind(CONV, case="sample", stride=10**9)
+        bind(CONV, case="sample", stride=65536, depth=10**4, height=10**4, width=10**4, batch_size=10**4)
 
 
 def test_a_shorthand_and_a_long_name_may_agree() -> None:

@@ -22,12 +22,14 @@ class Options:
         tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
         box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
         line: ``rows`` or ``flat`` (direct and winograd); see :mod:`backends.opencl.tiles`.
+        tuned: ``ignore`` leaves alone what was tuned on this device.
     """
 
     algorithm: str = "auto"
     tile: str | None = None
     box: str | None = None
     line: str | None = None
+    tuned: str | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any]) -> Options:
@@ -47,14 +49,11 @@ class Options:
             raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
         if parsed.line is not None and parsed.line not in LINES:
             raise InputError(f"line is {parsed.line!r}; expected one of {', '.join(LINES)}")
+        if parsed.tuned not in (None, "ignore"):
+            raise InputError(f"tuned is {parsed.tuned!r}; expected ignore")
         for name in ("tile", "box"):
             pair(name, getattr(parsed, name))
         return parsed
-
-    @property
-    def fixes_tile(self) -> bool:
-        """True when a tile parameter is fixed."""
-        return any(value is not None for value in (self.tile, self.box, self.line))
 
     def given(self) -> dict[str, str]:
         """The options that are fixed, as a mapping that :meth:`parse` reads."""

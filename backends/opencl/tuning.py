@@ -34,7 +34,7 @@ def _real(operator: Operator) -> np.dtype[np.floating]:
 
 
 def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str]]:
-    """Options to measure, without repeats: algorithms, register tiles, and the most promising boxes of each.
+    """Options to measure: the untuned default, then algorithms, register tiles, and the best boxes of each.
 
     Tiles are ranked for the operator's first convolution. Empty where nothing can be tuned.
     """
@@ -43,7 +43,7 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
     if not facts.cpu or not convolutions:
         return []
     geometry, fold = convolutions[0]
-    found: list[dict[str, str]] = []
+    found = [Options(tuned="ignore").given()]
     for algorithm in ("direct", "winograd"):
         if algorithm == "winograd" and lines.no_transform(geometry) is not None:
             continue

@@ -1,0 +1,110 @@
+"""Tuning: candidates are verified, the winner is kept and used, wrong candidates lose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dispatcher
+from dispatcher import registry
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Device
+from dispatcher.tuning import tune, tune_problem
+
+PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
+
+
+@pytest.fixture
+def opencl_device(backend_device: Device) -> Device:
+    if backend_device.backend != "opencl" or backend_device.kind != "cpu":
+        pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
+    return backend_device
+
+
+def launch(device: Device, **options: str) -> Any:
+    explanation = dispatcher.explain(PROBLEM, device=device.id, case="sample", options=options)
+    return explanation.launches[0]
+
+
+def test_the_winner_is_kept_and_used(
+    opencl_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backend = registry.backend("opencl")
+    compiled = dispatcher.compile(PROBLEM, device=opencl_device.id, case="sample")
+    operator = compiled.explain().operator
+    wanted = {"algorithm": "direct", "tile": "2x8", "box": "3x4", "line": "flat"}
+    backend.remember(operator, opencl_device, wanted, 1.5)  # type: ignore[attr-defined]
+    detail = launch(opencl_device).detail
+    assert (detail["channels_x_vectors"], detail["box"], detail["line"]) == ("2x8", "3x4", "flat")
+    assert "1.50 times" in str(detail["why"])
+    assert launch(opencl_device, tuned="ignore").detail["box"] != "3x4"
+    assert dispatcher.verify(PROBLEM, device=opencl_device.id)[0].outcome == "passed"
+
+
+def test_a_search_verifies_and_ranks(opencl_device: Device) -> None:
+    result = tune_problem(PROBLEM, device=opencl_device.id, case="sample", keep=False)
+    timed = [candidate for candidate in result.candidates if candidate.time_s is not None]
+    assert len(timed) >= 5 and all(candidate.time_s > 0 for candidate in timed)
+    assert {candidate.options.get("algorithm") for candidate in timed} >= {"direct", "winograd"}
+    assert result.gain >= 1.0 and result.best_s <= result.default_s
+
+
+class Liar:
+    """A backend whose second candidate is fastest and wrong, and whose third is right."""
+
+    name = "liar"
+
+    def __init__(self) -> None:
+        self.kept: list[Mapping[str, Any]] = []
+
+    def candidates(self, operator: Any, device: Any) -> list[dict[str, int]]:
+        return [{"n": 0}, {"n": 1}, {"n": 2}]
+
+    def remember(self, operator: Any, device: Any, options: Mapping[str, Any], gain: float) -> None:
+        self.kept.append(options)
+
+    def compile(self, operator: Any, device: Any, options: Mapping[str, Any]) -> Any:
+        import time
+
+        def run(tensors: Any) -> np.ndarray:
+            time.sleep({0: 0.004, 1: 0.0, 2: 0.001}[options["n"]])
+            return np.full(1, options["n"])
+
+        return run
+
+    def probe(self) -> list[Device]:
+        return []
+
+    def supports(self, operator: Any, device: Any) -> None:
+        return None
+
+
+def test_a_wrong_candidate_never_wins() -> None:
+    backend = Liar()
+    operator = dispatcher.explain(PROBLEM, device="numpy", case="sample").operator
+    device = Device("liar", 0, "liar", "cpu")
+
+    def wrong(result: np.ndarray) -> str:
+        return "wrong" if result[0] == 1 else ""
+
+    result = tune(backend, operator, device, {}, wrong)
+    assert result.best == {"n": 2} and backend.kept == [{"n": 2}] and result.gain > 1.5
+    assert [c.reason for c in result.candidates if c.options == {"n": 1}] == ["wrong"]
+
+
+def test_what_cannot_be_tuned_says_so() -> None:
+    with pytest.raises(DeviceError, match="nothing to tune"):
+        tune_problem(PROBLEM, device="numpy", case="sample")
+
+
+@pytest.mark.parametrize(
+    "options", [{"box": "2"}, {"tile": "0x2"}, {"line": "round"}, {"algorithm": "fast"}, {"boxes": "1x1"}]
+)
+def test_bad_options_are_refused(opencl_device: Device, options: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        launch(opencl_device, **options)
