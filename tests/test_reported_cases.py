@@ -400,7 +400,8 @@ def test_20_opposite_infinities_sum_to_nan(place: Place) -> None:
 
 @every_brisk_place
 def test_23_tiny_numbers(place: Place) -> None:
-    assert conv(place, along("w", [1e-40]), along("w", [1])).item() in (0.0, np.float32(1e-40))
+    # Kept, flushed, or cut to the ten bits that a tensor core keeps of a subnormal number.
+    assert 0.0 <= conv(place, along("w", [1e-40]), along("w", [1])).item() <= 1.1e-40
     result = pool_first(place, [0, -100], -200.0, 0.0, 1e30).ravel()
     close(result[:1], [1e30], tolerance=1e-6)
     assert 0.0 <= result[1] <= 3.79e-14

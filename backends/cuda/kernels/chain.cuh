@@ -50,12 +50,15 @@ __device__ __forceinline__ COMPUTE pointwise(int operation, COMPUTE in, COMPUTE 
     case OP_LEAKY_RELU: return in > 0 ? in : in * a;
     case OP_SIGMOID: return 1 / (1 + exponential(-in));
     case OP_TANH: return hyperbolic_tangent(in);
-    case OP_SILU: return in / (1 + exponential(-in));
+    case OP_SILU: {  // with exp(-|in|), which does not overflow
+      COMPUTE e = exponential(-magnitude(in));
+      return in * ((in < 0 ? e : COMPUTE(1)) / (1 + e));
+    }
     case OP_SOFTPLUS: return (in < 0 ? COMPUTE(0) : in) + logarithm_1p(exponential(-magnitude(in)));
     case OP_HARDSWISH: {
       COMPUTE gate = in + 3;
       gate = gate < 0 ? COMPUTE(0) : gate;
-      return in * (gate > 6 ? COMPUTE(6) : gate) / 6;
+      return in * ((gate > 6 ? COMPUTE(6) : gate) / 6);
     }
     default: return in;
   }
