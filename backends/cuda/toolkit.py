@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dispatcher.errors import BuildError
+from dispatcher.filecache import cache_root
 
 KERNELS = Path(__file__).parent / "kernels"
 ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
@@ -87,9 +88,7 @@ def architectures(toolkit: Toolkit) -> frozenset[int]:
 
 def cache_folder() -> Path:
     """Where cubins are kept."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    base = Path(root) if root and os.path.isabs(root) else Path.home() / ".cache"
-    return base / "kernel-dispatcher" / "cuda"
+    return cache_root() / "cuda"
 
 
 @dataclass(frozen=True)
