@@ -12,11 +12,15 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
+#: How entries are called while they are written, and after how long one can no longer be in the making.
+_PARTIAL = "partial-"
+_STALE_S = 3600.0
 
 
 def cache_root() -> Path:
@@ -56,6 +60,13 @@ class FileCache:
             return None
         return data
 
+    def _sweep(self) -> None:
+        """Remove what processes that were killed while they wrote have left behind."""
+        for partial in self.folder.glob(f"{_PARTIAL}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - partial.stat().st_mtime > _STALE_S:
+                    partial.unlink()
+
     def put(self, key: str, data: bytes) -> None:
         """Keep ``data`` under ``key``, if the folder allows it."""
         path = self._path(key)
@@ -63,7 +74,8 @@ class FileCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             for folder in (cache_root(), self.folder):
                 folder.chmod(0o700)
-            handle, temporary = tempfile.mkstemp(dir=self.folder)
+            self._sweep()
+            handle, temporary = tempfile.mkstemp(prefix=_PARTIAL, dir=self.folder)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(hashlib.sha256(data).digest() + data)

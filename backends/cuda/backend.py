@@ -33,23 +33,27 @@ class CudaBackend:
             return [Device("cuda", 0, "CUDA", "unknown", False, str(error))]
         return [self._probe(loaded, index) for index in range(count)]
 
+    def footprint(self) -> str:
+        """What looking for devices depends on: it is tried in another process whenever this changes."""
+        return driver.footprint()
+
     def _probe(self, loaded: Any, index: int) -> Device:
         try:
-            context = driver.context(index)
+            known = driver.describe(loaded, index)
             version = loaded.get_driver_version()
             supported = (version // 1000, version % 1000 // 10)
             facts: dict[str, str | int | float] = {
-                "compute_capability": f"{context.architecture // 10}.{context.architecture % 10}",
-                "compute_units": context.processors,
-                "memory_bytes": context.total_bytes,
-                "shared_memory_bytes": context.shared_limit,
+                "compute_capability": f"{known.architecture // 10}.{known.architecture % 10}",
+                "compute_units": known.processors,
+                "memory_bytes": known.total_bytes,
+                "shared_memory_bytes": known.shared_limit,
                 "driver_cuda": "{}.{}".format(*supported),
             }
             found = toolkit.find()
             if isinstance(found, toolkit.Toolkit) and found.release is not None:
                 facts["nvcc"] = "{}.{}".format(*found.release)
-            reason = _unusable(found, context.architecture, supported)
-            return Device("cuda", index, context.name, "gpu", reason is None, reason, facts)
+            reason = _unusable(found, known.architecture, supported)
+            return Device("cuda", index, known.name, "gpu", reason is None, reason, facts)
         except Exception as error:
             return Device("cuda", index, f"CUDA device {index}", "gpu", False, str(error))
 

@@ -20,6 +20,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,50 @@ def _no_device(cause: str) -> str:
     return f"no CUDA device is visible ({cause}){hint}"
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the driver tells of a device without opening it. Memory is in bytes.
+
+    Attributes:
+        name: the device's name.
+        architecture: compute capability, such as 90 for 9.0.
+        processors: multiprocessors.
+        shared_limit: most shared memory that a block may have.
+        total_bytes: memory of the device.
+    """
+
+    name: str
+    architecture: int
+    processors: int
+    shared_limit: int
+    total_bytes: int
+
+
+def describe(driver: Any, index: int) -> DeviceFacts:
+    """Facts of device ``index``; no context is made."""
+    device = driver.Device(index)
+    attribute = driver.device_attribute
+    major, minor = device.compute_capability()
+    return DeviceFacts(
+        name=device.name(),
+        architecture=10 * major + minor,
+        processors=device.get_attribute(attribute.MULTIPROCESSOR_COUNT),
+        shared_limit=device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+        total_bytes=device.total_memory(),
+    )
+
+
+def footprint() -> str:
+    """What listing CUDA devices depends on, as a text that changes when the driver or a setting does."""
+    version = ""
+    with suppress(OSError):  # there only where NVIDIA's kernel module is loaded
+        version = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    settings = sorted(
+        (name, value) for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_", "LD_"))
+    )
+    return repr((version, settings))
+
+
 class Context:
     """One device with its primary context, streams, memory and loaded kernels. Safe to use from several
     threads."""
@@ -72,15 +118,10 @@ class Context:
     def __init__(self, driver: Any, index: int) -> None:
         self.driver = driver
         self.index = index
-        device = driver.Device(index)
-        attribute = driver.device_attribute
-        self.name: str = device.name()
-        major, minor = device.compute_capability()
-        self.architecture: int = 10 * major + minor
-        self.processors: int = device.get_attribute(attribute.MULTIPROCESSOR_COUNT)
-        self.shared_limit: int = device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.total_bytes: int = device.total_memory()
-        self._context = device.retain_primary_context()
+        facts = describe(driver, index)
+        self.name, self.architecture, self.processors = facts.name, facts.architecture, facts.processors
+        self.shared_limit, self.total_bytes = facts.shared_limit, facts.total_bytes
+        self._context = driver.Device(index).retain_primary_context()
         self._lost: str | None = None
         self._lock = threading.RLock()
         self._free: dict[int, list[Any]] = defaultdict(list)

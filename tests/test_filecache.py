@@ -1,0 +1,60 @@
+"""A cache never fails its user: damaged, cut, unwritable and half-written entries are no entries."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from dispatcher.filecache import FileCache, cache_root
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileCache:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return FileCache("things")
+
+
+def entries(cache: FileCache) -> list[Path]:
+    return sorted(path for path in cache.folder.iterdir())
+
+
+def test_an_entry_comes_back_and_is_private(cache: FileCache) -> None:
+    assert cache.get("key") is None
+    cache.put("key", b"data")
+    assert cache.get("key") == b"data" and cache.get("other") is None
+    for folder in (cache_root(), cache.folder):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_entry_is_none(cache: FileCache, damage: str) -> None:
+    cache.put("key", b"some data")
+    (path,) = entries(cache)
+    stored = path.read_bytes()
+    path.write_bytes({"cut": stored[:-1], "flipped": stored[:-1] + b"\xff", "empty": b""}[damage])
+    assert cache.get("key") is None
+    cache.put("key", b"some data")
+    assert cache.get("key") == b"some data"
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache = FileCache("things")
+    cache.put("key", b"data")
+    assert cache.get("key") is None
+
+
+def test_what_killed_writers_left_is_swept(cache: FileCache) -> None:
+    cache.put("first", b"1")
+    old, young = cache.folder / "partial-old", cache.folder / "partial-young"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    past = time.time() - 2 * 3600
+    os.utime(old, (past, past))
+    cache.put("second", b"2")
+    assert not old.exists() and young.exists()
