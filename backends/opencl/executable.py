@@ -16,7 +16,7 @@ import pyopencl as cl
 from backends.opencl import lines
 from backends.opencl.fusion import LineFusion, riders, sort_epilogue
 from backends.opencl.options import Options
-from backends.opencl.render import OperandLayout, kernel_source
+from backends.opencl.render import OperandLayout, defines, section
 from backends.opencl.runtime import OpenClRuntime
 from backends.opencl.steps import StepSource, lower_gather, lower_step
 from backends.opencl.tiles import LineLayout
@@ -39,6 +39,7 @@ from dispatcher.steps import (
 #: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
+#: Elements that a work-item converts between 16-bit and 32-bit floats.
 HALF_RUN = 1024
 #: Phases of a convolution over lines, each with weights and a table entry of its own; with more, most are holes.
 MOST_PHASES = 512
@@ -510,7 +511,7 @@ class OpenClExecutable:
         return real
 
     def _convert(self, kernel: str, source: Any, target: Any, count: int) -> None:
-        function = cl.Kernel(self._runtime.program(kernel_source("convert.cl")), kernel)
+        function = cl.Kernel(self._runtime.program(section("convert.cl", defines({"RUN": HALF_RUN}))), kernel)
         function.set_args(source, target, np.uint64(count))
         cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
 

@@ -15,7 +15,7 @@ import numpy as np
 from backends.opencl import tuned
 from backends.opencl.fusion import Epilogue, Stage
 from backends.opencl.options import Options, pair
-from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
+from backends.opencl.render import OperandLayout, affine_of, defines, section, table, tail, tail_macro
 from backends.opencl.runtime import Facts, OpenClRuntime
 from backends.opencl.tiles import Fold, LineLayout, Tile, Wanted, device_class, ranked_tiles
 from backends.opencl.winograd import TRANSFORMS, axis_reason, winograd_starts
@@ -165,10 +165,7 @@ def _stages(
         match stage.step:
             case Normalize() as step:
                 values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
-                if step.weight is not None:
-                    affine += f"x = x * {operands.expression(step.weight, 'c')}; "
-                if step.bias is not None:
-                    affine += f"x = x + {operands.expression(step.bias, 'c')};"
+                affine = affine_of(operands, step)
             case Reduce() as step:
                 combine = "max_keep_nan(a, b)" if step.function == "max" else "((a) + (b))"
                 values["STAGE_COMBINE(a, b)"] = combine

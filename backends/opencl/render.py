@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from dispatcher.steps import ConvTranspose3d, Operand, Pointwise, ScalarOperand, Step, TensorOperand
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Operand,
+    Pointwise,
+    ScalarOperand,
+    Step,
+    TensorOperand,
+)
 
 #: Kernel expression of each pointwise function; ``x`` is the value, ``a0`` and ``a1`` its arguments.
 POINTWISE: dict[str, str] = {
@@ -105,6 +113,16 @@ def tail(layout: OperandLayout, steps: Sequence[Step]) -> str:
         assert isinstance(step, Pointwise)
         arguments = [layout.expression(argument, "c") for argument in step.arguments]
         statements.append(f"x = {POINTWISE[step.function].format(*arguments)};")
+    return " ".join(statements)
+
+
+def affine_of(layout: OperandLayout, step: Normalize) -> str:
+    """Statements that apply a normalisation's weight and bias to ``x`` at channel ``c``."""
+    statements = []
+    if step.weight is not None:
+        statements.append(f"x = x * {layout.expression(step.weight, 'c')};")
+    if step.bias is not None:
+        statements.append(f"x = x + {layout.expression(step.bias, 'c')};")
     return " ".join(statements)
 
 

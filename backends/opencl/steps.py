@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from backends.opencl.render import (
     POINTWISE,
     OperandLayout,
+    affine_of,
     defines,
     fusable_operand,
     section,
@@ -198,10 +199,7 @@ def _reduction(
     if isinstance(step, Normalize):
         kernel = "normalize_step"
         values["EPS"] = layout.place(ScalarOperand(step.eps))
-        if step.weight is not None:
-            affine += f"x = x * {layout.expression(step.weight, 'c')}; "
-        if step.bias is not None:
-            affine += f"x = x + {layout.expression(step.bias, 'c')};"
+        affine = affine_of(layout, step)
     elif isinstance(step, Reduce):
         kernel = "reduce_step"
         values |= {f"REDUCE_{name.upper()}": step.function == name for name in ("mean", "max", "log_sum_exp")}

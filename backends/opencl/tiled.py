@@ -14,7 +14,7 @@ import pyopencl as cl
 
 from backends.opencl.executable import Call, Launch, Remembered, _Operands, _step_launches
 from backends.opencl.fusion import Epilogue, LineFusion, Stage, sort_epilogue
-from backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
+from backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
 from backends.opencl.runtime import OpenClRuntime
 from backends.opencl.tiles import round_up
 from dispatcher.geometry import ConvGeometry
@@ -445,10 +445,7 @@ def _stages(
         match stage.step:
             case Normalize() as step:
                 values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
-                if step.weight is not None:
-                    affine += f"x = x * {operands.expression(step.weight, 'c')}; "
-                if step.bias is not None:
-                    affine += f"x = x + {operands.expression(step.bias, 'c')};"
+                affine = affine_of(operands, step)
             case Reduce() as step:
                 maximum = step.function == "max"
                 values["STAGE_COMBINE(a, b)"] = "max_keep_nan(a, b)" if maximum else "((a) + (b))"

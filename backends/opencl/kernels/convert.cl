@@ -1,6 +1,5 @@
 // Between 16-bit floats in memory and the float that everything is computed in. vload_half and vstore_half are core OpenCL C:
-// no fp16 extension is needed. A work-item owns RUN consecutive elements.
-#define RUN 1024
+// no fp16 extension is needed. A work-item owns RUN consecutive elements (defined by the host).
 
 kernel void half_to_float(global const half *restrict x, global float *restrict y, const ulong count) {
   const size_t first = get_global_id(0) * RUN;
