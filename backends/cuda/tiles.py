@@ -92,6 +92,7 @@ class HaloTile:
         stages: buffers of the weight ring.
         steps: rows of the tap program.
         softmax: the kernel is one of the two passes of a softmax.
+        resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
     """
 
     tile: Triple
@@ -105,6 +106,7 @@ class HaloTile:
     stages: int
     steps: int
     softmax: bool
+    resident: int = 1
 
     @property
     def voxels(self) -> int:
@@ -182,6 +184,7 @@ class HaloTile:
             "WARP_M": self.warp_m,
             "PHASE_GROUPS": self.phase_groups,
             "STAGES": self.stages,
+            "RESIDENT": self.resident,
         }
 
 

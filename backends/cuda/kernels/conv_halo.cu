@@ -554,7 +554,7 @@ __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box
 }
 
 // -----------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(THREADS) conv_halo(const HaloParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv_halo(const HaloParams p) {
   extern __shared__ __align__(16) float shared[];
   float *x_tile = shared, *ring = x_tile + X_FLOATS, *staging = ring + STAGES * RING_FLOATS,
         *softmax = staging + 8 * STAGE_PITCH;
