@@ -15,8 +15,8 @@ from dispatcher.geometry import AxisPhase, ConvGeometry
 #: ``Phase`` and ``Term`` of conv_fma.cu, ``Tap`` and ``Pass`` of conv_halo.cu.
 PHASE = np.dtype([("first", "i4"), ("count", "i4")], align=True)
 TERM = np.dtype([("delta", "i8"), ("offset", "i4", 3), ("channel", "i4")], align=True)
-TAP = np.dtype([("shared", "i4"), ("offset", "i4", 3), ("weights", "i4"), ("stride", "i4")], align=True)
-PASS = np.dtype([("residue", "i4", (2, 3)), ("first", "i4"), ("steps", "i4")], align=True)
+TAP = np.dtype([("shared", "i4"), ("offset", "i4", 3)], align=True)
+PASS = np.dtype([("residue", "i4", (2, 3)), ("first", "i4", 2), ("steps", "i4", 2)], align=True)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class HaloTables:
     """Tables of ``conv_halo.cu``.
 
     Attributes:
-        passes: phases in order of work, ``phase_groups`` of them at a time.
-        taps: the program, ``(steps, phase_groups)``.
-        order: where each packed weight comes from; -1 for padding.
+        passes: phases in order of work, one or two at a time.
+        taps: the program, one row more than there are steps, since the kernel reads ahead.
+        order: where each packed weight comes from; -1 for padding. 8 channels of padding follow the last
+            channel tile for the same reason.
         tile_weights: packed weights of one channel tile.
     """
 
@@ -112,53 +113,48 @@ class HaloTables:
 
 def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
     """Tables for a convolution without groups in boxes of ``tile``."""
-    groups, kernel = tile.phase_groups, [axis.kernel for axis in geometry.axes]
+    kernel = [axis.kernel for axis in geometry.axes]
     live = [[phase for phase in axis.phases if phase.count] for axis in geometry.axes]
-    together = [tuple(live[2])] if groups == 2 else [(phase,) for phase in live[2]]
-    passes: list[tuple[list[list[int]], int, int]] = []
-    taps: list[list[tuple[int, tuple[int, ...], int, int]]] = []
-    slab = 0
-    order: list[tuple[int, int]] = []  # (kernel index, chunk) of each slab
+    together = [tuple(live[2])] if tile.paired else [(phase,) for phase in live[2]]
+    passes = []
+    program: list[tuple[int, tuple[int, int, int]]] = []
+    indices: list[int] = []  # in the kernel, of each step
     for z, y, xs in itertools.product(live[0], live[1], together):
-        first = len(taps)
-        for tz, ty, number in itertools.product(z.taps, y.taps, range(max(len(x.taps) for x in xs))):
-            present = [x.taps[number] if number < len(x.taps) else None for x in xs]
-            kernels = [
-                (tz.index * kernel[1] + ty.index) * kernel[2] + tap.index
-                for tap in present
-                if tap is not None
-            ]
-            row: list[tuple[int, tuple[int, ...], int, int]] = []
-            before = 0
-            for tap in present:
-                if tap is None:
-                    row.append((-1, (0, 0, 0), 0, 0))
-                    continue
-                offset = (tz.offset, ty.offset, tap.offset)
-                row.append((tile.shared_offset(offset), offset, slab + before, len(kernels)))
-                before += 1
-            taps.append(row)
-            order += [(index, chunk) for chunk in range(tile.chunks) for index in kernels]
-            slab += len(kernels) * tile.chunks
+        first, steps = [], []
+        for x in xs:
+            first.append(len(program))
+            for tz, ty, tx in itertools.product(z.taps, y.taps, x.taps):
+                offset = (tz.offset, ty.offset, tx.offset)
+                program.append((tile.shared_offset(offset), offset))
+                indices.append((tz.index * kernel[1] + ty.index) * kernel[2] + tx.index)
+            steps.append(len(program) - first[-1])
         residues = [[z.residue, y.residue, x.residue] for x in xs]
-        passes.append((residues + residues[:1] * (2 - len(residues)), first, len(taps) - first))
-    table = np.zeros((len(taps), groups), TAP)
-    for number, row in enumerate(taps):
-        table[number] = row
+        rest = 2 - len(xs)
+        passes.append((residues + residues[:1] * rest, first + [0] * rest, steps + [0] * rest))
     tiles = -(-geometry.out_channels // tile.block_n)
-    slabs = np.array(order, np.int64).reshape(-1, 2)
-    lane = np.arange(32)
-    g, t = lane >> 2, lane & 3
-    k8 = np.arange(tile.block_k // 8)[:, None, None, None] * 8
-    pair = np.arange(tile.block_n // 16)[None, :, None, None] * 16
-    value = np.arange(4)
-    channel = k8 + t[None, None, :, None] + (value & 1) * 4  # within the chunk
-    column = pair + g[None, None, :, None] + (value >> 1) * 8  # within the channel tile
-    shape = (tiles, len(slabs), *np.broadcast_shapes(channel.shape, column.shape))
-    channels = slabs[None, :, 1, None, None, None, None] * tile.block_k + channel
-    columns = np.arange(tiles)[:, None, None, None, None, None] * tile.block_n + column
+    channel, column = _fragments(tile.block_n)
+    k8 = np.arange(tile.chunks * tile.block_k // 8)[:, None] * 8
+    channels = (k8 + channel)[None, None]
+    columns = np.arange(tiles)[:, None, None, None] * tile.block_n + column
     source = (channels * geometry.out_channels + columns) * geometry.kernel_volume
-    source = source + slabs[None, :, 0, None, None, None, None]
+    source = source + np.array(indices, np.int64)[None, :, None, None]
     source = np.where((channels < geometry.in_channels) & (columns < geometry.out_channels), source, -1)
-    packed = np.broadcast_to(source, shape).astype(np.int32).ravel()
-    return HaloTables(np.array(passes, PASS), table, packed, len(slabs) * tile.block_k * tile.block_n)
+    ahead = np.full(8 * tile.block_n, -1, np.int32)
+    return HaloTables(
+        np.array(passes, PASS),
+        np.array([*program, (0, (0, 0, 0))], TAP),
+        np.concatenate([source.astype(np.int32).ravel(), ahead]),
+        len(indices) * tile.chunks * tile.block_k * tile.block_n,
+    )
+
+
+def _fragments(block_n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Channel (of 8) and column of each of the packed weights that belong together: for each pair of 8 columns
+    ``[lane][column block][half of the channels]``, then the same for an odd column block."""
+    channels, columns = [], []
+    for first in range(0, block_n, 16):
+        blocks = min(2, (block_n - first) // 8)
+        lane, block, half = np.meshgrid(np.arange(32), np.arange(blocks), np.arange(2), indexing="ij")
+        channels.append((lane % 4 + 4 * half).ravel())
+        columns.append((first + lane // 4 + 8 * block).ravel())
+    return np.concatenate(channels), np.concatenate(columns)

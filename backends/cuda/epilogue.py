@@ -40,6 +40,7 @@ OPERATIONS = {
     "hardswish": 12,
 }
 LAYER_NORM = 32
+_BY_CHANNEL = 64  # this bit for operand a, the next one for b
 MAX_STAGES = 8
 
 #: Most phases that one block works through.
@@ -167,9 +168,20 @@ def _softmax(epilogue: Epilogue, step: Softmax, resident: bool) -> Epilogue | st
 
 
 def chain(steps: tuple[Step, ...]) -> int:
-    """The operations of ``steps`` as the kernels read them: one byte each, the first one lowest."""
+    """The operations of ``steps`` as the kernels read them: one byte each, the first one lowest; see chain.cuh."""
     code = 0
     for place, step in enumerate(steps):
         operation = OPERATIONS[step.function] if isinstance(step, Pointwise) else LAYER_NORM
+        for bit, operand in enumerate(operands(step)):
+            if isinstance(operand, TensorOperand):
+                operation |= _BY_CHANNEL << bit
         code |= operation << (8 * place)
     return code
+
+
+def operands(step: Step) -> tuple[Operand | None, ...]:
+    """Operands a and b of a step in a chain; eps of a layer norm is not among them."""
+    if isinstance(step, Normalize):
+        return (step.weight, step.bias)
+    assert isinstance(step, Pointwise)
+    return step.operands

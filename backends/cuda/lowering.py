@@ -26,7 +26,6 @@ from dispatcher.planner import Segment, plan
 from dispatcher.steps import (
     ConvTranspose3d,
     Normalize,
-    Operand,
     Pointwise,
     Pool,
     Reduce,
@@ -78,7 +77,7 @@ _CONV = np.dtype(
 _HALO = np.dtype(
     [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"),
      ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"),
-     ("out_channels", "i4"), ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
+     ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
      ("stride", "i4", 3), ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
     align=True,
 )  # fmt: skip
@@ -346,13 +345,9 @@ class _Lowering:
         pointers: list[tuple[Path, Reference]] = []
         for number, steps in enumerate(chains):
             for place, step in enumerate(steps, start=number * epilogues.MAX_STAGES):
-                operands: tuple[Operand | None, ...]
                 if isinstance(step, Normalize):
-                    operands = (step.weight, step.bias)
                     parameters["stages"][place]["a"] = step.eps
-                else:
-                    operands = step.operands
-                for name, operand in zip(("a", "b"), operands, strict=False):
+                for name, operand in zip(("a", "b"), epilogues.operands(step), strict=False):
                     if isinstance(operand, ScalarOperand):
                         parameters["stages"][place][name] = operand.value
                     elif isinstance(operand, TensorOperand):
@@ -439,8 +434,7 @@ class _Lowering:
         boxes = [-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True)]
         p = np.zeros((), _HALO)
         p["tile_weights"] = tables.tile_weights
-        p["pass_count"], p["step_count"] = len(tables.passes), len(tables.taps)
-        p["out_channels"] = geometry.out_channels
+        p["pass_count"], p["step_count"] = len(tables.passes), tile.steps
         p["channel_tiles"] = -(-geometry.out_channels // tile.block_n)
         p["in"], p["out"] = geometry.input_shape[2:], out[2:]
         p["limit"] = positions if epilogue.fold is not None else geometry.output_shape[2:]
@@ -467,6 +461,8 @@ class _Lowering:
             **tile.defines,
             "USE_3XTF32": int(split),
             "USE_VECTOR_X": int(vector),
+            "OUT_CHANNELS": geometry.out_channels,
+            "HAS_BIAS": int(convolution.bias is not None),
             "FOLD": fold,
             "POOL_Z": epilogue.window[0],
             "POOL_Y": epilogue.window[1],

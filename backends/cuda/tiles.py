@@ -6,6 +6,7 @@ come from one place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,13 +86,13 @@ class HaloTile:
         low: how far the taps reach below a voxel, per axis.
         high: how far they reach above it.
         in_channels: all input channels; they are resident.
-        block_n: output channels of a block, a multiple of 16.
-        block_k: input channels of one step of the weight ring, a multiple of 8.
+        block_n: output channels of a block, a multiple of 8.
+        block_k: input channels whose products are added up before they join the result, a multiple of 8.
         warp_m: groups of 16 voxels that a warp owns.
-        phase_groups: 2 where the two phases of a line meet in one store, else 1.
-        stages: buffers of the weight ring.
-        steps: rows of the tap program.
+        paired: a warp makes two phases that are neighbours along W before it stores them.
+        steps: taps of all phases.
         softmax: the kernel is one of the two passes of a softmax.
+        pooled: a second pooling follows, which goes through shared memory.
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
     """
 
@@ -102,11 +103,11 @@ class HaloTile:
     block_n: int
     block_k: int
     warp_m: int
-    phase_groups: int
-    stages: int
+    paired: bool
     steps: int
     softmax: bool
-    resident: int = 1
+    pooled: bool
+    resident: int
 
     @property
     def voxels(self) -> int:
@@ -116,11 +117,11 @@ class HaloTile:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.voxels // (16 * self.warp_m) * self.phase_groups
+        return 32 * self.voxels // (16 * self.warp_m)
 
     @property
     def chunks(self) -> int:
-        """Steps of ``block_k`` channels that one tap takes."""
+        """Times ``block_k`` channels that one tap takes."""
         return -(-self.in_channels // self.block_k)
 
     @property
@@ -153,12 +154,10 @@ class HaloTile:
     @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        stage_voxels = self.voxels if self.voxels % 32 == 16 else self.voxels + 16
-        staging = 8 * ((self.phase_groups * stage_voxels + 27) // 32 * 32 + 4)
-        ring = self.stages * self.phase_groups * self.block_k * self.block_n
-        softmax = self.threads + self.block_n + self.threads // 32 * self.block_n if self.softmax else 0
-        program = self.steps * self.phase_groups
-        return 4 * (self.chunks * self.block_k * self.pitch_c + ring + staging + softmax + program)
+        x = self.chunks * self.block_k * self.pitch_c
+        staging = 8 * ((self.voxels + 27) // 32 * 32 + 4) if self.pooled else 0
+        sums = max(self.threads // 32 * self.block_n, self.threads + 2 * self.block_n) if self.softmax else 0
+        return 4 * (max(x, staging) + sums + self.steps + 1)
 
     def shared_offset(self, offset: Triple) -> int:
         """Place in the x tile of the input that voxel 0 reads through a tap at ``offset``."""
@@ -182,8 +181,7 @@ class HaloTile:
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
             "WARP_M": self.warp_m,
-            "PHASE_GROUPS": self.phase_groups,
-            "STAGES": self.stages,
+            "PAIRED": int(self.paired),
             "RESIDENT": self.resident,
         }
 
@@ -192,25 +190,74 @@ class HaloTile:
 _BOXES: tuple[tuple[Triple, int], ...] = tuple(
     ((z, y, x), warp_m)
     for x in (8, 16, 24, 32, 48, 64)
-    for y in (1, 2, 3, 4, 6, 8)
-    for z in (1, 2, 3, 4, 6, 8)
-    for warp_m in (1, 2, 4)
+    for y in (1, 2, 3, 4, 5, 6, 7, 8)
+    for z in (1, 2, 3, 4, 5, 6, 7, 8)
+    for warp_m in (1, 2, 3, 4)
     if z * y * x % (16 * warp_m) == 0 and 32 <= z * y * x <= 512
 )
 
-#: Registers that a thread needs besides its accumulators.
-_OTHER_REGISTERS = 40
-#: And those of a softmax pass: sums and exponentials.
-_SOFTMAX_REGISTERS = 64
-#: Registers of the folded results that may lie in local memory where a second pooling asks for an odd box: they
-#: are touched once a phase.
-_SPILLED_REGISTERS = 64
+#: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
+_OTHER_REGISTERS = 48
+#: And those of a softmax pass: its sums and exponentials.
+_SOFTMAX_REGISTERS = 24
+#: Shared memory of a multiprocessor that the driver keeps for each block.
+_RESERVED_BYTES = 1024
 
 
-def _registers(threads: int) -> int:
-    """Registers that each thread of a block may have: a quarter of a multiprocessor holds a quarter of its
-    warps."""
-    return min(255, 65536 // 4 // (32 * -(-threads // 128)) // 8 * 8)
+def registers(threads: int, resident: int) -> int:
+    """Registers that each thread may have when ``resident`` blocks share a multiprocessor: each quarter of it
+    holds a quarter of the warps."""
+    warps = resident * -(-threads // 32)
+    return min(255, 65536 // 4 // (32 * -(-warps // 4)) // 8 * 8)
+
+
+def block_k(channels: int) -> int:
+    """Channels that are added up at a time: as many as can be without more padding than with 8."""
+    return min((-(-channels // k) * k, -k) for k in (8, 16, 24, 32))[1] * -1
+
+
+def block_n(channels: int) -> int:
+    """Output channels of a block: all where they fit, else equal shares."""
+    return -(-channels // (-(-channels // MAX_BLOCK_N)) // 8) * 8
+
+
+def halo_tiles(
+    geometry: ConvGeometry,
+    pool: Triple,
+    *,
+    folded: bool,
+    softmax: bool,
+    split: bool,
+    shared_limit: int,
+    box: Triple | None = None,
+) -> Iterator[HaloTile]:
+    """All tiles that fit a device; arguments as for :func:`halo_tile`."""
+    reach = [axis.offset_range for axis in geometry.axes]
+    low = tuple(max(0, -first) for first, _ in reach)
+    high = tuple(max(0, last) for _, last in reach)
+    steps = math.prod(
+        sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
+    )
+    pairs = (
+        (True, False) if not folded and geometry.width.stride == 2 and geometry.width.output > 1 else (False,)
+    )
+    for (extents, warp_m), paired, resident in itertools.product(_BOXES, pairs, (1, 2, 3, 4)):
+        if box is not None and box != extents:
+            continue
+        tile = HaloTile(
+            extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
+            block_n(geometry.out_channels), block_k(geometry.in_channels), warp_m, paired, steps, softmax,
+            pool != (1, 1, 1), resident,
+        )  # fmt: skip
+        if (
+            tile.threads > 1024
+            or resident * (tile.shared_bytes + _RESERVED_BYTES) > shared_limit + _RESERVED_BYTES
+        ):
+            continue
+        results = warp_m * tile.block_n // 2 * (1 + split + paired + folded)
+        other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if softmax else 0)
+        if results + other <= registers(tile.threads, resident):
+            yield tile
 
 
 def halo_tile(
@@ -225,7 +272,7 @@ def halo_tile(
     processors: int,
     box: Triple | None = None,
 ) -> HaloTile | None:
-    """The box with the lowest estimated time, or None when none fits.
+    """The tile with the lowest estimated time, or None when none fits.
 
     Args:
         geometry: the convolution, without groups.
@@ -238,38 +285,11 @@ def halo_tile(
         processors: multiprocessors of the device.
         box: consider this box only.
     """
-    reach = [axis.offset_range for axis in geometry.axes]
-    low = tuple(max(0, -first) for first, _ in reach)
-    high = tuple(max(0, last) for _, last in reach)
-    groups = 2 if not folded and geometry.width.stride == 2 and geometry.width.output > 1 else 1
-    phases = [[phase for phase in axis.phases if phase.count] for axis in geometry.axes]
-    steps = sum(len(z.taps) * len(y.taps) for z in phases[0] for y in phases[1])
-    if groups == 2:
-        steps *= max(len(phase.taps) for phase in phases[2])
-    else:
-        steps *= sum(len(phase.taps) for phase in phases[2])
-    phase_count = math.prod(len(axis) for axis in phases)
-    block_n = min(MAX_BLOCK_N, -(-geometry.out_channels // 16) * 16)
-    tiles = -(-geometry.out_channels // block_n)
 
-    def candidates() -> Iterator[tuple[float, HaloTile]]:
-        for (z, y, x), warp_m in _BOXES:
-            if box is not None and box != (z, y, x):
-                continue
-            tile = HaloTile(
-                (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]),
-                geometry.in_channels, block_n,
-                16 if geometry.in_channels > 8 else 8, warp_m, groups, 3, steps, softmax,
-            )  # fmt: skip
-            results = warp_m * block_n // 2
-            registers = _registers(tile.threads) - _OTHER_REGISTERS - (_SOFTMAX_REGISTERS if softmax else 0)
-            if results * (1 + split) > registers:
-                continue
-            spilled = _SPILLED_REGISTERS if pool != (1, 1, 1) else 0
-            if results * (1 + split + folded) > registers + spilled or (softmax and warp_m > 2):
-                continue
-            if tile.threads > 1024 or tile.shared_bytes > shared_limit:
-                continue
+    def estimates() -> Iterator[tuple[float, HaloTile]]:
+        for tile in halo_tiles(
+            geometry, pool, folded=folded, softmax=softmax, split=split, shared_limit=shared_limit, box=box
+        ):
             crossing = any(
                 extent % window and extent < count
                 for extent, window, count in zip(tile.tile, pool, positions, strict=True)
@@ -277,23 +297,21 @@ def halo_tile(
             if crossing or any(extent < window for extent, window in zip(tile.tile, pool, strict=True)):
                 continue
             boxes = math.prod(-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True))
-            blocks = boxes * max(geometry.batch, 1) * tiles
-            if blocks >= 2**31:
-                continue
-            # Costs in multiply-adds of a tensor core, of which some 600 go by while 3 floats come from or go
-            # to memory.
-            products = (
-                tile.voxels * steps * groups * tile.chunks * tile.block_k * block_n * (3 if split else 1)
-            )
-            sectors = x + 8 * (low[2] > 0) + 8 * (high[2] > 0)
-            loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k
-            stores = tile.voxels * block_n * (1 if folded else phase_count) * (1 + 8 / (x * groups))
-            warps = tile.threads / 32
-            resident = max(1, min(shared_limit // max(tile.shared_bytes, 1), int(16 / warps)))
-            busy = min(1.0, resident * warps / 8)
-            fragments = 0.5 if warp_m == 1 else 0.25 if warp_m == 2 else 0.15  # reads of weights a product
-            block_time = products * (1 + fragments) / busy + 100 * loads + 200 * stores + 200000 / busy
-            waves = max(1.0, blocks / (processors * resident))
-            yield block_time * waves * resident, tile
+            blocks = boxes * max(geometry.batch, 1) * -(-geometry.out_channels // tile.block_n)
+            if blocks < 2**31:
+                waves = max(1.0, blocks / (processors * tile.resident))
+                yield _block_time(tile, split) * waves, tile
 
-    return min(candidates(), key=lambda item: item[0], default=(0.0, None))[1]
+    return min(estimates(), key=lambda item: item[0], default=(0.0, None))[1]
+
+
+def _block_time(tile: HaloTile, split: bool) -> float:
+    """Time in which a multiprocessor finishes ``tile.resident`` blocks, in products of a tensor core."""
+    products = tile.voxels * tile.steps * tile.chunks * tile.block_k * tile.block_n * (3 if split else 1)
+    warps = tile.resident * tile.threads / 32
+    busy = min(1.0, warps / 12)
+    sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
+    loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k
+    weights = tile.steps * tile.chunks * tile.block_k * tile.block_n
+    fragments = {1: 0.5, 2: 0.25, 3: 0.2, 4: 0.15}[tile.warp_m] / (2 if split else 1)
+    return tile.resident * (products * (1 + fragments) / busy + 100 * loads + 60 * weights)

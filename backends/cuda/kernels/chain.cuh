@@ -1,8 +1,9 @@
 // The pointwise functions of the vocabulary, and chains of them that run on a convolution's results.
 //
-// A chain is one number: each byte is an operation, the lowest byte first, 0 ends it. A kernel that knows it
-// when it is compiled unrolls it; a kernel that gets it as an argument interprets it. Operation i of a chain
-// takes its operands from stage i of the kernel's parameters.
+// A chain is one number: each byte is an operation, the lowest byte first, 0 ends it. The lower 6 bits name the
+// operation; bits 6 and 7 say that its operand a or b has one value a channel. A kernel that knows the chain when it
+// is compiled unrolls it; a kernel that gets it as an argument interprets it. Operation i of a chain takes its
+// operands from stage i of the kernel's parameters.
 #pragma once
 #include "device.cuh"
 
@@ -25,8 +26,8 @@ enum Operation : int {
   OP_LAYER_NORM = 32,  // over the channels of a voxel: not pointwise
 };
 
-// Operands of one operation: a number, or one value a channel where the pointer is set.
-// Layer norm: a is eps, the pointers are weight and bias or null.
+// Operands of one operation: numbers, or pointers to one value a channel.
+// Layer norm: a is eps; weight and bias are operands a and b, where they have values.
 struct Stage {
   const STORAGE *a_channels, *b_channels;
   double a, b;
@@ -35,7 +36,13 @@ struct Stage {
 constexpr int MAX_STAGES = 8;  // in each of a kernel's two chains
 
 __host__ __device__ constexpr int chain_operation(chain_t chain, int i) {
-  return static_cast<int>(chain >> (8 * i) & 255u);
+  return static_cast<int>(chain >> (8 * i) & 63u);
+}
+__host__ __device__ constexpr bool channels_a(chain_t chain, int i) {
+  return chain >> (8 * i + 6) & 1u;
+}
+__host__ __device__ constexpr bool channels_b(chain_t chain, int i) {
+  return chain >> (8 * i + 7) & 1u;
 }
 
 // in -> out of one operation. NaN goes through all of them.
@@ -64,10 +71,10 @@ __device__ __forceinline__ COMPUTE pointwise(int operation, COMPUTE in, COMPUTE 
   }
 }
 
-__device__ __forceinline__ COMPUTE stage_a(const Stage &stage, int channel) {
-  return stage.a_channels ? COMPUTE(stage.a_channels[channel]) : COMPUTE(stage.a);
+__device__ __forceinline__ COMPUTE stage_a(const Stage &stage, bool by_channel, int channel) {
+  return by_channel ? COMPUTE(stage.a_channels[channel]) : COMPUTE(stage.a);
 }
 
-__device__ __forceinline__ COMPUTE stage_b(const Stage &stage, int channel) {
-  return stage.b_channels ? COMPUTE(stage.b_channels[channel]) : COMPUTE(stage.b);
+__device__ __forceinline__ COMPUTE stage_b(const Stage &stage, bool by_channel, int channel) {
+  return by_channel ? COMPUTE(stage.b_channels[channel]) : COMPUTE(stage.b);
 }

@@ -180,6 +180,7 @@ __device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, CO
     const int operation = chain_operation(chain, i);
     if (operation == OP_END) return;
     const Stage &stage = stages[i];
+    const bool by_a = channels_a(chain, i), by_b = channels_b(chain, i);
     if (operation == OP_LAYER_NORM) {
       COMPUTE total = 0, squares = 0;
       for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
@@ -191,14 +192,14 @@ __device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, CO
       const COMPUTE deviation = square_root(sum_over_slices(squares, partial) / channels + COMPUTE(stage.a));
       for (int c = slice; c < channels; c += SLICES) {
         COMPUTE value = (values[c * BLOCK_M] - mean) / deviation;
-        if (stage.a_channels) value *= COMPUTE(stage.a_channels[first_channel + c]);
-        if (stage.b_channels) value += COMPUTE(stage.b_channels[first_channel + c]);
+        if (by_a) value *= COMPUTE(stage.a_channels[first_channel + c]);
+        if (by_b) value += COMPUTE(stage.b_channels[first_channel + c]);
         values[c * BLOCK_M] = value;
       }
     } else {
       for (int c = slice; c < channels; c += SLICES)
-        values[c * BLOCK_M] = pointwise(operation, values[c * BLOCK_M], stage_a(stage, first_channel + c),
-                                        stage_b(stage, first_channel + c));
+        values[c * BLOCK_M] = pointwise(operation, values[c * BLOCK_M], stage_a(stage, by_a, first_channel + c),
+                                        stage_b(stage, by_b, first_channel + c));
     }
   }
 }

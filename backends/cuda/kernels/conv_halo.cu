@@ -6,19 +6,20 @@
 // Layouts
 //   x  (N, IC, ID, IH, IW) float
 //   y  (N, OC, OD, OH, OW) float, or the pooled or summed shape
-//   w  packed in the order in which it is streamed: [channel tile][step][chunk of BLOCK_K channels][phase group]
-//      [k / 8][pair of 8 columns][lane][4]; the four values of a lane are its fragments of both columns (mma_tf32)
+//   w  packed in the order in which it is read: [channel tile][step][k8], then for 8 channels k8 of one tap the
+//      fragments of mma_tf32: [pair of 8 columns][lane][4], and [lane][2] for an odd column block at the end
 //
 // GEMM of one phase: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC, by the instruction m16n8k8.
 //   A[m][(k, c)] = x tile[c][m + offset(k)], B[(k, c)][o] = w[c,o,k].
 //
 // A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases, and BLOCK_N channels. The box of x with
-// its halo is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of
-// it, and only the weights stream, through a ring of STAGES buffers. PHASE_GROUPS = 2 gives each of two phases
-// that differ in W alone its own warps, so that both meet in shared memory and output lines are written whole.
-// A warp owns 16*WARP_M voxels x BLOCK_N channels; a quad of lanes owns all channels of a voxel. The host passes
-// a flat program: for every step one shared-memory offset per phase group (-1: that phase has no such tap).
-// Stride, kernel size and dilation appear nowhere in the main loop.
+// its halo is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of it.
+// After that one barrier the warps go their own ways: a warp owns 16*WARP_M voxels x BLOCK_N channels, and reads
+// the weights from the first-level cache straight to registers, 8 channels ahead of their use. So one warp's
+// epilogue runs under another one's products. A quad of lanes owns all channels of a voxel. The host passes a flat
+// program: one shared-memory offset for every tap of every phase. Stride, kernel size and dilation appear nowhere
+// in the main loop. PAIRED: a warp makes two phases that differ in W alone before it stores, so that 8 voxels of
+// a line become 64 contiguous bytes.
 //
 // Precision. USE_3XTF32: x and w are split in two TF32 parts each, three products are added, and the sums of each
 // BLOCK_K channels are added to the result by ordinary additions, since the tensor core cuts its own sums:
@@ -35,15 +36,16 @@
 //     storing and reading exponentials, and divides.
 //
 // Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
-// (4 channels x 8 voxels) meets 32 banks; STAGES weight buffers, read 16 bytes a lane; staging of 8 channels; the
-// program; softmax sums.
-// Registers: WARP_M*BLOCK_N/2 results, as many again for the sums of USE_3XTF32 and for FOLD.
-// Barriers: one per BLOCK_K channels of a step, which also completes the x tile, and two per 8 channels stored.
+// (4 channels x 8 voxels) meets 32 banks; the program; softmax sums. The second pooling's staging of 8 channels
+// takes the x tile's place.
+// Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of USE_3XTF32, PAIRED and FOLD.
+// Barriers: one or two before the products; two per 8 channels of a second pooling; one or two for softmax sums.
 //
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
 // 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
 //
-// The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X;
+// The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; the
+// program one step and the packed weights 8 channels longer than what is used, since both are read ahead;
 // y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
 // where OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
@@ -55,37 +57,41 @@
 #define SOFTMAX_SUM 1
 #define SOFTMAX_SCALE 2
 
-constexpr int NT = BLOCK_N / 8;                      // column blocks of a warp
-constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;     // voxels of a block
-constexpr int GROUP_WARPS = TILE_M / (16 * WARP_M);  // warps of a phase group
-constexpr int WARPS = GROUP_WARPS * PHASE_GROUPS;
+constexpr int NT = BLOCK_N / 8;                   // column blocks of a warp
+constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;  // voxels of a block
+constexpr int WARPS = TILE_M / (16 * WARP_M);
 constexpr int THREADS = 32 * WARPS;
+constexpr int PHASES = PAIRED ? 2 : 1;  // of a warp before it stores
 constexpr int CHUNKS = (IN_CHANNELS + BLOCK_K - 1) / BLOCK_K;
-constexpr int PAD_X = (LOW_X + 3) / 4 * 4;  // zone left of a row, which keeps it 16-byte aligned
+constexpr bool WHOLE = OUT_CHANNELS % BLOCK_N == 0;  // no channel of any tile is padding
+constexpr int PAD_X = (LOW_X + 3) / 4 * 4;           // zone left of a row, which keeps it 16-byte aligned
 // The right halo of a row may lie in the left zone of the next one.
 constexpr int PITCH_X = HIGH_X + LOW_X <= PAD_X ? PAD_X + TILE_X : (PAD_X + TILE_X + HIGH_X + 3) / 4 * 4;
 constexpr int ROWS_Y = TILE_Y + LOW_Y + HIGH_Y, ROWS_Z = TILE_Z + LOW_Z + HIGH_Z;
 constexpr int PITCH_C = (PITCH_X * ROWS_Y * ROWS_Z + HIGH_X + 23) / 32 * 32 + 8;
-constexpr int X_FLOATS = CHUNKS * BLOCK_K * PITCH_C;
-constexpr int SLAB = BLOCK_K * BLOCK_N;           // weights of one tap and chunk
-constexpr int RING_FLOATS = PHASE_GROUPS * SLAB;  // one buffer of the ring
-constexpr int STAGE_VOXELS = TILE_M % 32 == 16 ? TILE_M : TILE_M + 16;
-constexpr int STAGE_PITCH = (PHASE_GROUPS * STAGE_VOXELS + 27) / 32 * 32 + 4;
+constexpr int SLAB = 8 * BLOCK_N;  // weights of one tap and 8 channels
 constexpr int POOL_VOLUME = POOL_X * POOL_Y * POOL_Z;
-static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 16 == 0 && BLOCK_K % 8 == 0
+constexpr int STAGE_PITCH = (TILE_M + 27) / 32 * 32 + 4;  // from channel to channel in the staging
+constexpr int STAGE_FLOATS = POOL_VOLUME > 1 ? 8 * STAGE_PITCH : 0;
+constexpr int X_FLOATS = CHUNKS * BLOCK_K * PITCH_C;
+constexpr int TILE_FLOATS = X_FLOATS > STAGE_FLOATS ? X_FLOATS : STAGE_FLOATS;
+constexpr int SUM_FLOATS = SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N
+                           : SOFTMAX == SOFTMAX_SCALE ? THREADS + 2 * BLOCK_N
+                                                      : 0;
+static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0
                   && THREADS <= 1024,
               "tile");
 static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
+static_assert(!PAIRED || FOLD == FOLD_NONE, "folded phases are not stored");
 
-struct Tap {            // one step of one phase group
-  int shared;           // offset of its x in the tile, or -1: no such tap
-  int offset[3];        // from m to the input position
-  int weights, stride;  // first slab within the channel tile's weights, and slabs from chunk to chunk
+struct Tap {
+  int shared;     // offset of its x in the tile
+  int offset[3];  // from m to the input position
 };
 
-struct Pass {  // one phase group's worth of phases
+struct Pass {  // one phase, or two that are stored together
   int residue[2][3];
-  int first, steps;  // rows of the program
+  int first[2], steps[2];  // rows of the program
 };
 
 struct HaloParams {
@@ -93,9 +99,9 @@ struct HaloParams {
   const STORAGE *bias;
   float *y, *partial;  // partial: softmax sums, [batch][tile of the box][padded OC]
   const Pass *passes;
-  const Tap *taps;       // [step][phase group]
+  const Tap *taps;
   index_t tile_weights;  // floats of one channel tile
-  int pass_count, step_count, out_channels, channel_tiles;
+  int pass_count, step_count, channel_tiles;
   int in[3], out[3], limit[3], stride[3],
       tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
   int pair_stores;
@@ -104,11 +110,12 @@ struct HaloParams {
 };
 CHECK_PARAMS(HaloParams);
 
-using Accumulators = float[WARP_M][NT][4];
+using Rows = float[WARP_M][NT][4];  // a warp's results of one phase
 
 struct Box {  // what this block owns
   index_t batch;
   int channel;     // first output channel
+  int channels;    // that exist
   int m[3];        // first voxel
   index_t number;  // among the boxes of all batches
 };
@@ -117,6 +124,7 @@ __device__ __forceinline__ Box box_at(const HaloParams &p) {
   unsigned rest = blockIdx.x;
   Box box;
   box.channel = static_cast<int>(rest % p.channel_tiles) * BLOCK_N;
+  box.channels = WHOLE || OUT_CHANNELS - box.channel > BLOCK_N ? BLOCK_N : OUT_CHANNELS - box.channel;
   rest /= p.channel_tiles;
   box.number = rest;
   box.m[2] = static_cast<int>(rest % p.tiles[2]) * TILE_X;
@@ -128,16 +136,16 @@ __device__ __forceinline__ Box box_at(const HaloParams &p) {
   return box;
 }
 
-__device__ __forceinline__ void clear(Accumulators &acc) {
+__device__ __forceinline__ void clear(Rows &rows) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc[m][n][i] = 0.f;
+      for (int i = 0; i < 4; i++) rows[m][n][i] = 0.f;
 }
 
-// ---- x and weights into shared memory ---------------------------------------------------------------------
+// ---- x into shared memory --------------------------------------------------------------------------------
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, float *tile) {
   constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
@@ -167,111 +175,134 @@ __device__ __forceinline__ void round_x(float *tile) {
   for (int i = threadIdx.x; i < X_FLOATS; i += THREADS) tile[i] = __uint_as_float(round_tf32(tile[i]));
 }
 
-struct WeightStream {
-  const float *from;
-  const int *step, *end;  // the program in shared memory
-  int chunk;
-  __device__ __forceinline__ void next(float *buffer) {
-    if (step < end) {
+// ---- products ---------------------------------------------------------------------------------------------
+struct Fragment {  // of B: this lane's weights of 8 channels, [column block][channel t, t + 4]
+  float v[NT][2];
+  // from: this lane's first value of the first pair of column blocks.
+  __device__ __forceinline__ void load(const float *from, int lane) {
 #pragma unroll
-      for (int f = 0; f < PHASE_GROUPS; f++) {
-        if (step[f] < 0) continue;
-        for (int e = threadIdx.x * 4; e < SLAB; e += THREADS * 4)
-          copy_async<16>(buffer + f * SLAB + e, from + e);
-        from += SLAB;
-      }
-      if (++chunk == CHUNKS) {
-        chunk = 0;
-        step += PHASE_GROUPS;
-      }
+    for (int pair = 0; pair < NT / 2; pair++) {
+      const float4 four = __ldg(reinterpret_cast<const float4 *>(from + pair * 128));
+      v[2 * pair][0] = four.x, v[2 * pair][1] = four.y;
+      v[2 * pair + 1][0] = four.z, v[2 * pair + 1][1] = four.w;
     }
-    copy_commit();
+    if constexpr (NT % 2 == 1) {
+      const float2 two = __ldg(reinterpret_cast<const float2 *>(from + NT / 2 * 128 - lane * 2));
+      v[NT - 1][0] = two.x, v[NT - 1][1] = two.y;
+    }
   }
 };
 
-// ---- products ---------------------------------------------------------------------------------------------
-// One tap, BLOCK_K channels: a_tile points at this lane's channel of the tap's x, voxel[m][h] at its voxels within.
+// 8 channels of one tap: a_tile points at this lane's channel of the tap's x, voxel[m][h] at its voxels within.
 __device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)[WARP_M][2],
-                                         const float *b_slab, Accumulators &result) {
+                                         const Fragment &weights, Rows &acc) {
+  uint32_t a[WARP_M][4];
 #if USE_3XTF32
-  Accumulators acc;
-  clear(acc);
-#else
-  Accumulators &acc = result;
+  uint32_t a_small[WARP_M][4];
 #endif
-#pragma unroll
-  for (int kk = 0; kk < BLOCK_K / 8; kk++) {
-    uint32_t a[WARP_M][4];
-#if USE_3XTF32
-    uint32_t a_small[WARP_M][4];
-#endif
-#pragma unroll
-    for (int m = 0; m < WARP_M; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {  // bit 0: voxel + 8, bit 1: channel + 4
-        const float value = a_tile[(kk * 8 + (i >> 1) * 4) * PITCH_C + voxel[m][i & 1]];
-#if USE_3XTF32
-        split_tf32(value, a[m][i], a_small[m][i]);
-#else
-        a[m][i] = __float_as_uint(value);
-#endif
-      }
-#pragma unroll
-    for (int pair = 0; pair < NT / 2; pair++) {
-      const float4 v = *reinterpret_cast<const float4 *>(b_slab + (kk * (NT / 2) + pair) * 128);
-#if USE_3XTF32
-      uint32_t b[2][2], b_small[2][2];
-      split_tf32(v.x, b[0][0], b_small[0][0]);
-      split_tf32(v.y, b[0][1], b_small[0][1]);
-      split_tf32(v.z, b[1][0], b_small[1][0]);
-      split_tf32(v.w, b[1][1], b_small[1][1]);
-#pragma unroll
-      for (int e = 0; e < 2; e++)
-#pragma unroll
-        for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][2 * pair + e], a_small[m], b[e]);
-#pragma unroll
-      for (int e = 0; e < 2; e++)
-#pragma unroll
-        for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][2 * pair + e], a[m], b_small[e]);
-#else
-      const uint32_t b[2][2] = {{__float_as_uint(v.x), __float_as_uint(v.y)},
-                                {__float_as_uint(v.z), __float_as_uint(v.w)}};
-#endif
-#pragma unroll
-      for (int e = 0; e < 2; e++)
-#pragma unroll
-        for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][2 * pair + e], a[m], b[e]);
-    }
-  }
-#if USE_3XTF32
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) result[m][n][i] += acc[m][n][i];
+    for (int i = 0; i < 4; i++) {  // bit 0: voxel + 8, bit 1: channel + 4
+      const float value = a_tile[(i >> 1) * 4 * PITCH_C + voxel[m][i & 1]];
+#if USE_3XTF32
+      split_tf32(value, a[m][i], a_small[m][i]);
+#else
+      a[m][i] = __float_as_uint(value);
 #endif
+    }
+  constexpr int SPAN = 4;  // column blocks whose products take turns, so that none waits for its own last sum
+#pragma unroll
+  for (int first = 0; first < NT; first += SPAN) {
+    uint32_t b[SPAN][2];
+#if USE_3XTF32
+    uint32_t b_small[SPAN][2];
+#endif
+#pragma unroll
+    for (int e = 0; e < SPAN && first + e < NT; e++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+#if USE_3XTF32
+        split_tf32(weights.v[first + e][i], b[e][i], b_small[e][i]);
+#else
+        b[e][i] = __float_as_uint(weights.v[first + e][i]);
+#endif
+      }
+#if USE_3XTF32
+#pragma unroll
+    for (int e = 0; e < SPAN && first + e < NT; e++)
+#pragma unroll
+      for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][first + e], a_small[m], b[e]);
+#pragma unroll
+    for (int e = 0; e < SPAN && first + e < NT; e++)
+#pragma unroll
+      for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][first + e], a[m], b_small[e]);
+#endif
+#pragma unroll
+    for (int e = 0; e < SPAN && first + e < NT; e++)
+#pragma unroll
+      for (int m = 0; m < WARP_M; m++) mma_tf32(acc[m][first + e], a[m], b[e]);
+  }
+}
+
+// All taps and channels of one phase. a_lane: this lane's channel in the x tile; weights: its own in B.
+__device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxel)[WARP_M][2],
+                                           const int *program, int steps, const float *weights, int lane,
+                                           Rows &result) {
+  clear(result);
+  Fragment b, next;
+  b.load(weights, lane);
+  int tap = program[0];
+#pragma unroll 1
+  for (int s = 0; s < steps; s++) {
+    const float *a = a_lane + tap;
+    tap = program[s + 1];
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+#if USE_3XTF32
+      Rows sums;
+      clear(sums);
+#else
+      Rows &sums = result;
+#endif
+#pragma unroll
+      for (int k = 0; k < BLOCK_K / 8; k++) {
+        weights += SLAB;
+        next.load(weights, lane);
+        multiply(a, voxel, b, sums);
+        a += 8 * PITCH_C;
+        b = next;
+      }
+#if USE_3XTF32
+#pragma unroll
+      for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) result[m][n][i] += sums[m][n][i];
+#endif
+    }
+  }
 }
 
 // The sum of voxel `m` of the box and channel n of the channel tile, with the inputs that exist.
-__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, const Pass &pass, int group,
-                                        int m, int n) {
+__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m, int n) {
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
-  const float *w =
-      p.w + box.channel / BLOCK_N * p.tile_weights + (n / 16 * 32 + n % 8 * 4) * 4 + n / 8 % 2 * 2;
+  const bool odd = n / 16 == NT / 2;  // in the odd column block
+  const float *w = p.w + box.channel / BLOCK_N * p.tile_weights + n / 16 * 128
+                   + (odd ? n % 8 * 8 : n % 8 * 16 + n / 8 % 2 * 2);
   float total = 0.f;
-  for (int s = pass.first; s < pass.first + pass.steps; s++) {
-    const Tap tap = p.taps[s * PHASE_GROUPS + group];
+  for (int s = first; s < first + steps; s++) {
+    const Tap tap = p.taps[s];
     const int z = at[0] + tap.offset[0], y = at[1] + tap.offset[1], x = at[2] + tap.offset[2];
-    if (tap.shared < 0 || unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1])
+    if (unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1])
         || unsigned(x) >= unsigned(p.in[2]))
       continue;
     const float *from = p.x + box.batch * IN_CHANNELS * plane + (index_t(z) * p.in[1] + y) * p.in[2] + x;
     for (int c = 0; c < IN_CHANNELS; c++) {
-      const index_t slab = tap.weights + index_t(c / BLOCK_K) * tap.stride;
-      const int k = c % BLOCK_K;
-      total = fmaf(from[c * plane], w[slab * SLAB + k / 8 * (NT / 2) * 128 + k % 4 * 4 + k / 4 % 2], total);
+      const index_t slab = index_t(s) * (CHUNKS * BLOCK_K / 8) + c / 8;
+      total = fmaf(from[c * plane], w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
     }
   }
   return total;
@@ -283,36 +314,73 @@ __device__ __forceinline__ int channel_of(int i, int t) {
   return (i >> 1) * 8 + 2 * t + (i & 1);
 }
 
+__device__ __forceinline__ bool exists(const Box &box, int i, int t) {
+  return WHOLE || channel_of(i, t) < box.channels;
+}
+
 __device__ __forceinline__ float sum_over_quad(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
   return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-__device__ __forceinline__ void layer_norm(float (&v)[2 * NT], const Stage &stage, int t, int channels,
-                                           int first_channel) {
+// Make sums that are not finite again, and add the bias.
+__device__ __forceinline__ void complete(const HaloParams &p, const Box &box, int first, int steps,
+                                         Rows &rows, int first_voxel, int g, int t) {
+  float zeros[WARP_M];  // NaN as soon as one sum is not finite
+#pragma unroll
+  for (int m = 0; m < WARP_M; m++) {
+    zeros[m] = 0.f;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) zeros[m] = fmaf(rows[m][n][i], 0.f, zeros[m]);
+  }
+#pragma unroll
+  for (int m = 0; m < WARP_M; m++)
+    if (!(zeros[m] == 0.f)) {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (!is_finite(rows[m][n][i]) && exists(box, 2 * n + (i & 1), t))
+            rows[m][n][i] = exact_sum(p, box, first, steps, first_voxel + m * 16 + (i >> 1) * 8 + g,
+                                      channel_of(2 * n + (i & 1), t));
+    }
+#if HAS_BIAS
+#pragma unroll
+  for (int i = 0; i < 2 * NT; i++) {
+    const float bias = exists(box, i, t) ? p.bias[box.channel + channel_of(i, t)] : 0.f;
+#pragma unroll
+    for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) rows[m][i / 2][2 * h + i % 2] += bias;
+  }
+#endif
+}
+
+__device__ __forceinline__ void layer_norm(const Box &box, const Stage &stage, bool weight, bool bias,
+                                           float (&v)[2 * NT], int t) {
   float total = 0.f, squares = 0.f;
 #pragma unroll
-  for (int i = 0; i < 2 * NT; i++) total += channel_of(i, t) < channels ? v[i] : 0.f;
-  const float mean = sum_over_quad(total) / channels;
+  for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? v[i] : 0.f;
+  const float mean = sum_over_quad(total) * (1.f / OUT_CHANNELS);
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) {
     v[i] -= mean;
-    const float centred = channel_of(i, t) < channels ? v[i] : 0.f;
+    const float centred = exists(box, i, t) ? v[i] : 0.f;
     squares = fmaf(centred, centred, squares);
   }
-  const float factor = 1.f / sqrtf(sum_over_quad(squares) / channels + float(stage.a));
+  const float factor = rsqrtf(fmaf(sum_over_quad(squares), 1.f / OUT_CHANNELS, float(stage.a)));
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) {
     v[i] *= factor;
-    const int c = channel_of(i, t);
-    if (stage.a_channels && c < channels) v[i] *= stage.a_channels[first_channel + c];
-    if (stage.b_channels && c < channels) v[i] += stage.b_channels[first_channel + c];
+    if (weight && exists(box, i, t)) v[i] *= stage.a_channels[channel_of(i, t)];
+    if (bias && exists(box, i, t)) v[i] += stage.b_channels[channel_of(i, t)];
   }
 }
 
 template <chain_t CHAIN>
-__device__ __forceinline__ void run_chain(const Stage *stages, Accumulators &acc, int t, int channels,
-                                          int first_channel) {
+__device__ __forceinline__ void run_chain(const Box &box, const Stage *stages, Rows &rows, int t) {
   if constexpr (CHAIN != 0) {
 #pragma unroll
     for (int m = 0; m < WARP_M; m++)
@@ -320,39 +388,29 @@ __device__ __forceinline__ void run_chain(const Stage *stages, Accumulators &acc
       for (int h = 0; h < 2; h++) {
         float v[2 * NT];
 #pragma unroll
-        for (int i = 0; i < 2 * NT; i++) v[i] = acc[m][i / 2][2 * h + i % 2];
+        for (int i = 0; i < 2 * NT; i++) v[i] = rows[m][i / 2][2 * h + i % 2];
 #pragma unroll
         for (int s = 0; s < MAX_STAGES; s++) {
           const int operation = chain_operation(CHAIN, s);
           if (operation == OP_END) break;
+          const bool by_a = channels_a(CHAIN, s), by_b = channels_b(CHAIN, s);
           if (operation == OP_LAYER_NORM) {
-            layer_norm(v, stages[s], t, channels, first_channel);
+            layer_norm(box, stages[s], by_a, by_b, v, t);
           } else {
 #pragma unroll
             for (int i = 0; i < 2 * NT; i++) {
-              const int c = channel_of(i, t) < channels ? first_channel + channel_of(i, t) : first_channel;
-              v[i] = pointwise(operation, v[i], stage_a(stages[s], c), stage_b(stages[s], c));
+              const int c = box.channel + (exists(box, i, t) ? channel_of(i, t) : 0);
+              v[i] = pointwise(operation, v[i], stage_a(stages[s], by_a, c), stage_b(stages[s], by_b, c));
             }
           }
         }
 #pragma unroll
-        for (int i = 0; i < 2 * NT; i++) acc[m][i / 2][2 * h + i % 2] = v[i];
+        for (int i = 0; i < 2 * NT; i++) rows[m][i / 2][2 * h + i % 2] = v[i];
       }
   }
 }
 
 // ---- results to memory ------------------------------------------------------------------------------------
-// Column block n of this warp's results into staging: [8 channels][phase group][voxel].
-__device__ __forceinline__ void stage(float *staging, const Accumulators &acc, int n, int first_voxel,
-                                      int group, int g, int t) {
-#pragma unroll
-  for (int m = 0; m < WARP_M; m++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      staging[(2 * t + (i & 1)) * STAGE_PITCH + group * STAGE_VOXELS + first_voxel + m * 16 + (i >> 1) * 8
-              + g] = acc[m][n][i];
-}
-
 struct Place {  // an output position: of voxel m in a phase, or of a folded voxel
   int at[3];
   bool inside;
@@ -376,53 +434,48 @@ __device__ __forceinline__ index_t element(const HaloParams &p, const int (&at)[
   return (index_t(at[0]) * p.out[1] + at[1]) * p.out[2] + at[2];
 }
 
-// Store all channels; a thread keeps its voxels, so that addresses are made once.
+// Store all channels of a phase, or of both phases of a line: 8 lanes write 8 neighbours or pairs of neighbours.
 __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const Pass &pass,
-                                      const Accumulators &acc, float *staging, int channels, int first_voxel,
-                                      int group, int g, int t) {
-  constexpr int EACH = (TILE_M + THREADS - 1) / THREADS;
+                                      const Rows (&rows)[PHASES], int first_voxel, int g, int t) {
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
-  float *y[EACH][PHASE_GROUPS];
-  bool inside[EACH][PHASE_GROUPS];
 #pragma unroll
-  for (int j = 0; j < EACH; j++)
+  for (int m = 0; m < WARP_M; m++)
 #pragma unroll
-    for (int f = 0; f < PHASE_GROUPS; f++) {
-      const int voxel = threadIdx.x + j * THREADS;
-      const Place place = place_of(p, box, voxel, pass.residue[f]);
-      inside[j][f] = place.inside && voxel < TILE_M;
-      y[j][f] = p.y + (box.batch * p.out_channels + box.channel) * plane + element(p, place.at);
-    }
+    for (int h = 0; h < 2; h++) {
+      float *y[PHASES];
+      bool inside[PHASES];
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
-    __syncthreads();
-    stage(staging, acc, n, first_voxel, group, g, t);
-    __syncthreads();
+      for (int f = 0; f < PHASES; f++) {
+        const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[f]);
+        inside[f] = place.inside;
+        y[f] = p.y + (box.batch * OUT_CHANNELS + box.channel + 2 * t) * plane + element(p, place.at);
+      }
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-      if (n * 8 + c >= channels) break;
+      for (int n = 0; n < NT; n++) {
 #pragma unroll
-      for (int j = 0; j < EACH; j++) {
-        const float *values = staging + c * STAGE_PITCH + threadIdx.x + j * THREADS;
-        if (PHASE_GROUPS == 2 && p.pair_stores) {
-          if (inside[j][0])
-            *reinterpret_cast<float2 *>(y[j][0]) = make_float2(values[0], values[STAGE_VOXELS]);
-        } else {
+        for (int i = 0; i < 2; i++) {
+          const bool there = exists(box, 2 * n + i, t);
+          if (PAIRED && p.pair_stores) {
+            if (inside[0] && there)
+              *reinterpret_cast<float2 *>(y[0]) =
+                  make_float2(rows[0][m][n][2 * h + i], rows[PHASES - 1][m][n][2 * h + i]);
+            y[0] += i == 0 ? plane : 7 * plane;
+          } else {
 #pragma unroll
-          for (int f = 0; f < PHASE_GROUPS; f++)
-            if (inside[j][f]) *y[j][f] = values[f * STAGE_VOXELS];
+            for (int f = 0; f < PHASES; f++) {
+              if (inside[f] && there) *y[f] = rows[f][m][n][2 * h + i];
+              y[f] += i == 0 ? plane : 7 * plane;
+            }
+          }
         }
-#pragma unroll
-        for (int f = 0; f < PHASE_GROUPS; f++) y[j][f] += plane;
       }
     }
-  }
 }
 
 // Sum over channels, from registers.
-__device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box &box, const Pass &pass,
-                                                  const Accumulators &acc, int channels, int first_voxel,
-                                                  int group, int g, int t) {
+__device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box &box,
+                                                  const int (&residue)[3], const Rows &rows, int first_voxel,
+                                                  int g, int t) {
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -430,17 +483,16 @@ __device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box
     for (int h = 0; h < 2; h++) {
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < 2 * NT; i++)
-        total += channel_of(i, t) < channels ? acc[m][i / 2][2 * h + i % 2] : 0.f;
+      for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? rows[m][i / 2][2 * h + i % 2] : 0.f;
       total = sum_over_quad(total);
-      const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[group]);
+      const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue);
       if (place.inside && t == 0) p.y[box.batch * plane + element(p, place.at)] = total;
     }
 }
 
 // Maxima of POOL boxes of folded voxels; summed over channels where CHANNEL_SUM.
-__device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Accumulators &acc,
-                                             float *staging, int channels, int first_voxel, int g, int t) {
+__device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Rows &rows,
+                                             float *staging, int first_voxel, int g, int t) {
   constexpr int PX = TILE_X / POOL_X, PY = TILE_Y / POOL_Y, PZ = TILE_Z / POOL_Z, OUTPUTS = PX * PY * PZ;
   constexpr int EACH = (8 * OUTPUTS + THREADS - 1) / THREADS;
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
@@ -448,7 +500,11 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     __syncthreads();
-    stage(staging, acc, n, first_voxel, 0, g, t);
+#pragma unroll
+    for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        staging[(2 * t + (i & 1)) * STAGE_PITCH + first_voxel + m * 16 + (i >> 1) * 8 + g] = rows[m][n][i];
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
@@ -456,7 +512,7 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
       const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
                          box.m[2] / POOL_X + o % PX};
       const bool inside =
-          o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2] && n * 8 + c < channels;
+          o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2] && n * 8 + c < box.channels;
       float best = 0.f;
       if (inside) {
         const float *corner = staging + c * STAGE_PITCH
@@ -468,7 +524,7 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
           best = max_nan(
               best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
         if (!CHANNEL_SUM)
-          p.y[(box.batch * p.out_channels + box.channel + n * 8 + c) * plane + element(p, at)] = best;
+          p.y[(box.batch * OUT_CHANNELS + box.channel + n * 8 + c) * plane + element(p, at)] = best;
       }
       total[j] = n == 0 ? best : total[j] + best;
     }
@@ -490,26 +546,26 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
 }
 
 // ---- softmax over space -----------------------------------------------------------------------------------
-__device__ __forceinline__ void exponentials(const HaloParams &p, Accumulators &acc) {
+__device__ __forceinline__ void exponentials(const HaloParams &p, Rows &rows) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc[m][n][i] = expf(acc[m][n][i] - p.softmax_bound);
+      for (int i = 0; i < 4; i++) rows[m][n][i] = expf(rows[m][n][i] - p.softmax_bound);
 }
 
 // Add this phase's exponentials, of voxels that exist, to the lane's sums over its voxels.
-__device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box &box, const Pass &pass,
-                                                 const Accumulators &acc, float (&sums)[2 * NT],
-                                                 int first_voxel, int group, int g) {
+__device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box &box,
+                                                 const int (&residue)[3], const Rows &rows,
+                                                 float (&sums)[2 * NT], int first_voxel, int g) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const bool inside = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[group]).inside;
+      const bool inside = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue).inside;
 #pragma unroll
-      for (int i = 0; i < 2 * NT; i++) sums[i] += inside ? acc[m][i / 2][2 * h + i % 2] : 0.f;
+      for (int i = 0; i < 2 * NT; i++) sums[i] += inside ? rows[m][i / 2][2 * h + i % 2] : 0.f;
     }
 }
 
@@ -554,29 +610,24 @@ __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box
 }
 
 // -----------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv_halo(const HaloParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    conv_halo(const __grid_constant__ HaloParams p) {
   extern __shared__ __align__(16) float shared[];
-  float *x_tile = shared, *ring = x_tile + X_FLOATS, *staging = ring + STAGES * RING_FLOATS,
-        *softmax = staging + 8 * STAGE_PITCH;
-  int *program =
-      reinterpret_cast<int *>(softmax + (SOFTMAX == SOFTMAX_NONE ? 0 : THREADS + BLOCK_N + WARPS * BLOCK_N));
+  float *x_tile = shared, *softmax = x_tile + TILE_FLOATS;
+  int *program = reinterpret_cast<int *>(softmax + SUM_FLOATS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int group = warp / GROUP_WARPS, first_voxel = warp % GROUP_WARPS * 16 * WARP_M;
+  const int first_voxel = warp * 16 * WARP_M;
   const Box box = box_at(p);
-  const int channels = p.out_channels - box.channel < BLOCK_N ? p.out_channels - box.channel : BLOCK_N;
 
   load_x(p, box, x_tile);
   copy_commit();
-  for (int i = threadIdx.x; i < p.step_count * PHASE_GROUPS; i += THREADS) program[i] = p.taps[i].shared;
+  for (int i = threadIdx.x; i <= p.step_count; i += THREADS) program[i] = p.taps[i].shared;
   if constexpr (SOFTMAX == SOFTMAX_SCALE) load_factors(p, box, softmax);
+  copy_wait<0>();
   __syncthreads();
-  WeightStream weights{p.w + box.channel / BLOCK_N * p.tile_weights, program,
-                       program + p.step_count * PHASE_GROUPS, 0};
-  for (int i = 0; i < STAGES - 1; i++) weights.next(ring + i * RING_FLOATS);
 #if !USE_3XTF32
-  copy_wait<STAGES - 1>();
-  __syncthreads();
   round_x(x_tile);
+  __syncthreads();
 #endif
 
   int voxel[WARP_M][2];  // this lane's voxels in the x tile
@@ -587,12 +638,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv_halo(const 
       const int v = first_voxel + m * 16 + h * 8;  // eight voxels of one line
       voxel[m][h] = (v / (TILE_X * TILE_Y) * ROWS_Y + v / TILE_X % TILE_Y) * PITCH_X + v % TILE_X + g;
     }
-  const float *a_lane = x_tile + t * PITCH_C, *b_lane = ring + group * SLAB + lane * 4;
-  int use = 0, fill = STAGES - 1;  // buffers of the ring
-  const int *step = program + group;
-  Accumulators acc;
+  const float *a_lane = x_tile + t * PITCH_C;
+  const float *b_lane = p.w + box.channel / BLOCK_N * p.tile_weights + lane * 4;
+  Rows rows[PHASES];  // what is stored
 #if FOLD != FOLD_NONE
-  Accumulators folded;
+  Rows acc;
+#else
+  Rows &acc = rows[PHASES - 1];  // the last phase stays where it is made
 #endif
   float sums[2 * NT];
   if constexpr (SOFTMAX == SOFTMAX_SUM) {
@@ -603,65 +655,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv_halo(const 
 #pragma unroll 1
   for (int q = 0; q < p.pass_count; q++) {
     const Pass &pass = p.passes[q];
-    clear(acc);
 #pragma unroll 1
-    for (int s = 0; s < pass.steps; s++, step += PHASE_GROUPS) {
-      const int tap = *step;
-      const float *a_tap = a_lane + tap;
-#pragma unroll 1
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();
-        weights.next(ring + fill * RING_FLOATS);
-        if (tap >= 0) multiply(a_tap, voxel, b_lane + use * RING_FLOATS, acc);
-        a_tap += BLOCK_K * PITCH_C;
-        use = use + 1 == STAGES ? 0 : use + 1;
-        fill = fill + 1 == STAGES ? 0 : fill + 1;
+    for (int f = 0; f < PHASES; f++) {
+      const int first = pass.first[f], steps = pass.steps[f];
+      accumulate(a_lane, voxel, program + first, steps,
+                 b_lane + index_t(first) * (CHUNKS * BLOCK_K / 8) * SLAB, lane, acc);
+      complete(p, box, first, steps, acc, first_voxel, g, t);
+      run_chain<FIRST_CHAIN>(box, p.stages, acc, t);
+      if constexpr (SOFTMAX != SOFTMAX_NONE) exponentials(p, acc);
+      if constexpr (SOFTMAX == SOFTMAX_SUM)
+        add_exponentials(p, box, pass.residue[f], acc, sums, first_voxel, g);
+      if constexpr (SOFTMAX == SOFTMAX_SCALE) {
+#pragma unroll
+        for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[m][n][i] *= softmax[n * 8 + 2 * t + (i & 1)];
+        run_chain<SECOND_CHAIN>(box, p.stages + MAX_STAGES, acc, t);
       }
-    }
-#pragma unroll
-    for (int m = 0; m < WARP_M; m++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int c = n * 8 + 2 * t + (i & 1);
-          float &value = acc[m][n][i];
-          if (!is_finite(value) && c < channels)
-            value = exact_sum(p, box, pass, group, first_voxel + m * 16 + (i >> 1) * 8 + g, c);
-          if (p.bias && c < channels) value += p.bias[box.channel + c];
-        }
-    run_chain<FIRST_CHAIN>(p.stages, acc, t, channels, box.channel);
 #if FOLD != FOLD_NONE
-#pragma unroll
-    for (int m = 0; m < WARP_M; m++)
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          float &total = folded[m][n][i];
-          total = q == 0             ? acc[m][n][i]
-                  : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
-                                     : total + acc[m][n][i];
-        }
-#elif SOFTMAX == SOFTMAX_SUM
-    exponentials(p, acc);
-    add_exponentials(p, box, pass, acc, sums, first_voxel, group, g);
-#else
-    if constexpr (SOFTMAX == SOFTMAX_SCALE) {
-      exponentials(p, acc);
 #pragma unroll
       for (int m = 0; m < WARP_M; m++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) acc[m][n][i] *= softmax[n * 8 + 2 * t + (i & 1)];
-      run_chain<SECOND_CHAIN>(p.stages + MAX_STAGES, acc, t, channels, box.channel);
+          for (int i = 0; i < 4; i++) {
+            float &total = rows[0][m][n][i];
+            total = q == 0             ? acc[m][n][i]
+                    : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
+                                       : total + acc[m][n][i];
+          }
+#elif CHANNEL_SUM
+      store_channel_sum(p, box, pass.residue[f], acc, first_voxel, g, t);
+#elif PAIRED && SOFTMAX != SOFTMAX_SUM
+      if (f == 0) {
+#pragma unroll
+        for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+          for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) rows[0][m][n][i] = acc[m][n][i];
+      }
+#endif
     }
-    if constexpr (CHANNEL_SUM)
-      store_channel_sum(p, box, pass, acc, channels, first_voxel, group, g, t);
-    else
-      store(p, box, pass, acc, staging, channels, first_voxel, group, g, t);
+#if FOLD == FOLD_NONE && !CHANNEL_SUM && SOFTMAX != SOFTMAX_SUM
+    store(p, box, pass, rows, first_voxel, g, t);
 #endif
   }
 #if FOLD != FOLD_NONE
@@ -671,16 +710,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) conv_halo(const 
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) folded[m][n][i] /= float(p.pass_count);
+        for (int i = 0; i < 4; i++) rows[0][m][n][i] /= float(p.pass_count);
   }
-  run_chain<SECOND_CHAIN>(p.stages + MAX_STAGES, folded, t, channels, box.channel);
-  if constexpr (POOL_VOLUME > 1)
-    store_pooled(p, box, folded, staging, channels, first_voxel, g, t);
-  else if constexpr (CHANNEL_SUM)
-    store_channel_sum(p, box, p.passes[0], folded, channels, first_voxel, 0, g, t);
-  else
-    store(p, box, p.passes[0], folded, staging, channels, first_voxel, 0, g, t);
+  run_chain<SECOND_CHAIN>(box, p.stages + MAX_STAGES, rows[0], t);
+#if POOL_X * POOL_Y * POOL_Z > 1
+  store_pooled(p, box, rows[0], shared, first_voxel, g, t);
+#elif CHANNEL_SUM
+  store_channel_sum(p, box, p.passes[0].residue[0], rows[0], first_voxel, g, t);
+#else
+  store(p, box, p.passes[0], rows, first_voxel, g, t);
+#endif
 #elif SOFTMAX == SOFTMAX_SUM
-  store_sums(p, box, sums, softmax + THREADS + BLOCK_N, warp, g, t);
+  store_sums(p, box, sums, softmax, warp, g, t);
 #endif
 }

@@ -82,11 +82,43 @@ __device__ __forceinline__ double gelu(double x) {
   return x < -40. ? 0. : .5 * x * erfc(-x * .70710678118654752440);
 }
 
-// The same in float: relative accuracy near zero, and an absolute error of a few units of roundoff times |x| where
-// 1 + erf cancels. Below -20 the result is 0.
+// 1/x and 2^x to a few units of roundoff, one instruction each.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+#ifdef CUSIM
+  return 1.f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+__device__ __forceinline__ float fast_exp2(float x) {
+#ifdef CUSIM
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// The same in float, as max(x, 0) - |x| exp(-x^2/2) Q(t), t = 1 / (1 + 0.29 |x|), where Q(t) stands for
+// exp(x^2/2) erfc(|x|/sqrt(2)) / 2: a minimax polynomial for |x| <= 9, fitted to 1.5e-8. Relative error measured in
+// float32: 4e-7 for x > -1, 2e-6 down to -6.
 __device__ __forceinline__ float gelu(float x) {
-  float v = x < -20.f ? -20.f : x, half = .5f * v;
-  return fmaf(half, erff(v * .70710678118654752440f), half);
+  const float size = fminf(fabsf(x), 20.f);  // infinity times zero would be NaN; a NaN of x comes back below
+  const float t = fast_reciprocal(fmaf(size, .29f, 1.f));
+  const float bell = fast_exp2(x * x * -.72134752044448170368f);
+  float q = 4.1137389838695526e-2f;
+  q = fmaf(q, t, -2.0185942947864532e-1f);
+  q = fmaf(q, t, 3.2540199160575867e-1f);
+  q = fmaf(q, t, -1.7420183122158051e-1f);
+  q = fmaf(q, t, 2.0244294404983521e-1f);
+  q = fmaf(q, t, 6.9207422435283661e-2f);
+  q = fmaf(q, t, 1.2295261770486832e-1f);
+  q = fmaf(q, t, 1.1487935483455658e-1f);
+  q = fmaf(q, t, 3.9546986954519525e-5f);
+  return fmaf(-bell * size, q, fmaxf(x, 0.f));
 }
 
 // ---- tensor cores and asynchronous copies (sm_80 and newer) -----------------------------------------------
