@@ -92,6 +92,7 @@ class HaloTile:
         paired: a warp makes two phases that are neighbours along W before it stores them.
         steps: taps of all phases.
         softmax: the kernel is one of the two passes of a softmax.
+        fold_shared: what is folded so far lies in shared memory, not in registers.
         pooled: a second pooling follows, which goes through shared memory.
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
     """
@@ -106,6 +107,7 @@ class HaloTile:
     paired: bool
     steps: int
     softmax: bool
+    fold_shared: bool
     pooled: bool
     resident: int
 
@@ -157,7 +159,8 @@ class HaloTile:
         x = self.chunks * self.block_k * self.pitch_c
         staging = 8 * ((self.voxels + 27) // 32 * 32 + 4) if self.pooled else 0
         sums = max(self.threads // 32 * self.block_n, self.threads + 2 * self.block_n) if self.softmax else 0
-        return 4 * (max(x, staging) + sums + self.steps + 1)
+        fold = self.voxels * self.block_n if self.fold_shared else 0
+        return 4 * (max(x, staging) + sums + fold + self.steps + 1)
 
     def shared_offset(self, offset: Triple) -> int:
         """Place in the x tile of the input that voxel 0 reads through a tap at ``offset``."""
@@ -182,6 +185,7 @@ class HaloTile:
             "BLOCK_K": self.block_k,
             "WARP_M": self.warp_m,
             "PAIRED": int(self.paired),
+            "FOLD_SHARED": int(self.fold_shared),
             "RESIDENT": self.resident,
         }
 
@@ -197,7 +201,7 @@ _BOXES: tuple[tuple[Triple, int], ...] = tuple(
 )
 
 #: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
-_OTHER_REGISTERS = 48
+_OTHER_REGISTERS = 40
 #: And those of a softmax pass: its sums and exponentials.
 _SOFTMAX_REGISTERS = 24
 #: Shared memory of a multiprocessor that the driver keeps for each block.
@@ -241,12 +245,13 @@ def halo_tiles(
     pairs = (
         (True, False) if not folded and geometry.width.stride == 2 and geometry.width.output > 1 else (False,)
     )
-    for (extents, warp_m), paired, resident in itertools.product(_BOXES, pairs, (1, 2, 3, 4)):
+    shares = (False, True) if folded else (False,)
+    for (extents, warp_m), paired, shared, resident in itertools.product(_BOXES, pairs, shares, (1, 2, 3, 4)):
         if box is not None and box != extents:
             continue
         tile = HaloTile(
             extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
-            block_n(geometry.out_channels), block_k(geometry.in_channels), warp_m, paired, steps, softmax,
+            block_n(geometry.out_channels), block_k(geometry.in_channels), warp_m, paired, steps, softmax, shared,
             pool != (1, 1, 1), resident,
         )  # fmt: skip
         if (
@@ -254,7 +259,7 @@ def halo_tiles(
             or resident * (tile.shared_bytes + _RESERVED_BYTES) > shared_limit + _RESERVED_BYTES
         ):
             continue
-        results = warp_m * tile.block_n // 2 * (1 + split + paired + folded)
+        results = warp_m * tile.block_n // 2 * (1 + split + paired + (folded and not shared))
         other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if softmax else 0)
         if results + other <= registers(tile.threads, resident):
             yield tile

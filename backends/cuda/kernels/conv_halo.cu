@@ -36,9 +36,10 @@
 //     storing and reading exponentials, and divides.
 //
 // Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
-// (4 channels x 8 voxels) meets 32 banks; the program; softmax sums. The second pooling's staging of 8 channels
-// takes the x tile's place.
-// Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of USE_3XTF32, PAIRED and FOLD.
+// (4 channels x 8 voxels) meets 32 banks; the program; softmax sums; with FOLD_SHARED what is folded so far, each
+// thread's own. The second pooling's staging of 8 channels takes the x tile's place.
+// Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of USE_3XTF32, PAIRED and FOLD
+// (without FOLD_SHARED).
 // Barriers: one or two before the products; two per 8 channels of a second pooling; one or two for softmax sums.
 //
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
@@ -78,6 +79,7 @@ constexpr int TILE_FLOATS = X_FLOATS > STAGE_FLOATS ? X_FLOATS : STAGE_FLOATS;
 constexpr int SUM_FLOATS = SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N
                            : SOFTMAX == SOFTMAX_SCALE ? THREADS + 2 * BLOCK_N
                                                       : 0;
+constexpr int FOLD_FLOATS = FOLD != FOLD_NONE && FOLD_SHARED ? WARP_M * NT * 4 * THREADS : 0;
 static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0
                   && THREADS <= 1024,
               "tile");
@@ -614,7 +616,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     conv_halo(const __grid_constant__ HaloParams p) {
   extern __shared__ __align__(16) float shared[];
   float *x_tile = shared, *softmax = x_tile + TILE_FLOATS;
-  int *program = reinterpret_cast<int *>(softmax + SUM_FLOATS);
+  int *program = reinterpret_cast<int *>(softmax + SUM_FLOATS + FOLD_FLOATS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_voxel = warp * 16 * WARP_M;
   const Box box = box_at(p);
@@ -643,6 +645,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Rows rows[PHASES];  // what is stored
 #if FOLD != FOLD_NONE
   Rows acc;
+  float *fold = softmax + SUM_FLOATS + threadIdx.x;  // where FOLD_SHARED: value i of this thread at i * THREADS
 #else
   Rows &acc = rows[PHASES - 1];  // the last phase stays where it is made
 #endif
@@ -681,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
-            float &total = rows[0][m][n][i];
+            float &total = FOLD_SHARED ? fold[((m * NT + n) * 4 + i) * THREADS] : rows[0][m][n][i];
             total = q == 0             ? acc[m][n][i]
                     : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
                                        : total + acc[m][n][i];
@@ -704,14 +707,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
   }
 #if FOLD != FOLD_NONE
-  if constexpr (FOLD == FOLD_MEAN) {
 #pragma unroll
-    for (int m = 0; m < WARP_M; m++)
+  for (int m = 0; m < WARP_M; m++)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+    for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) rows[0][m][n][i] /= float(p.pass_count);
-  }
+      for (int i = 0; i < 4; i++) {
+        float &total = rows[0][m][n][i];
+        if (FOLD_SHARED) total = fold[((m * NT + n) * 4 + i) * THREADS];
+        if (FOLD == FOLD_MEAN) total *= 1.f / float(p.pass_count);
+      }
   run_chain<SECOND_CHAIN>(box, p.stages + MAX_STAGES, rows[0], t);
 #if POOL_X * POOL_Y * POOL_Z > 1
   store_pooled(p, box, rows[0], shared, first_voxel, g, t);
