@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 
+from backends.cuda import tiles
+from backends.cuda.tiles import HaloTile
 from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.operator import Operator
 from dispatcher.verification import verify_result
@@ -63,6 +66,32 @@ def test_halo(name: str) -> None:
     if device().facts["compute_capability"] < "8.0":
         pytest.skip("tensor cores for TF32 need compute capability 8.0")
     assert set(exact(RESIDENT[name], algorithm="halo")) == {"conv_halo"}
+
+
+@pytest.mark.parametrize("warp_m", [1, 2, 3])
+@pytest.mark.parametrize("other", [False, True], ids=["plain", "paired_or_shared"])
+@pytest.mark.parametrize(
+    "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "mean_then_sum"]
+)
+def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device().facts["compute_capability"] < "8.0":
+        pytest.skip("tensor cores for TF32 need compute capability 8.0")
+    every = tiles.halo_tiles
+    allowed = []
+
+    def some(*arguments: Any, **settings: Any) -> Iterator[HaloTile]:
+        for tile in every(*arguments, **settings):
+            can_be_other = settings["folded"] or tile.paired
+            if tile.warp_m == warp_m and (tile.paired or tile.fold_shared) == (other and can_be_other):
+                allowed.append(tile)
+                yield tile
+
+    monkeypatch.setattr(tiles, "halo_tiles", some)
+    if name == "two_pools" and warp_m == 2:  # no box of theirs holds whole windows of three
+        assert "conv_halo" in exact(RESIDENT[name], algorithm="halo")
+    else:
+        assert set(exact(RESIDENT[name], algorithm="halo")) == {"conv_halo"}
+    assert any(tile.paired or tile.fold_shared for tile in allowed) == other
 
 
 @pytest.mark.parametrize("name", [*RESIDENT, *GENERAL])
