@@ -88,7 +88,10 @@ MUTANTS = {
         "conv_halo.cu", "s < steps; s++) {\n    const float *a", "s + 1 < steps; s++) {\n    const float *a"
     ),
     "halo tap read too late": Mutant("conv_halo.cu", "tap = program[s + 1];", "tap = program[s];"),
-    "halo weights not moved on": Mutant("conv_halo.cu", "        b = next;\n", ""),
+    "halo weights not moved on": Mutant("conv_halo.cu", "        weights += SLAB;\n", ""),
+    "halo weights in the wrong slot": Mutant(
+        "conv_halo.cu", "(k + AHEAD) % SLOTS", "(k + AHEAD + 1) % SLOTS"
+    ),
     "halo odd column block at the pairs' place": Mutant(
         "conv_halo.cu", "from + NT / 2 * 128 - lane * 2", "from + NT / 2 * 128"
     ),

@@ -100,8 +100,8 @@ class HaloTables:
     Attributes:
         passes: phases in order of work, one or two at a time.
         taps: the program, one row more than there are steps, since the kernel reads ahead.
-        order: where each packed weight comes from; -1 for padding. 8 channels of padding follow the last
-            channel tile for the same reason.
+        order: where each packed weight comes from; -1 for padding, some of which follows the last channel tile for
+            the same reason.
         tile_weights: packed weights of one channel tile.
     """
 
@@ -139,7 +139,7 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
     source = (channels * geometry.out_channels + columns) * geometry.kernel_volume
     source = source + np.array(indices, np.int64)[None, :, None, None]
     source = np.where((channels < geometry.in_channels) & (columns < geometry.out_channels), source, -1)
-    ahead = np.full(8 * tile.block_n, -1, np.int32)
+    ahead = np.full(tile.ahead * 8 * tile.block_n, -1, np.int32)
     return HaloTables(
         np.array(passes, PASS),
         np.array([*program, (0, (0, 0, 0))], TAP),

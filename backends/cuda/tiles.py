@@ -94,6 +94,7 @@ class HaloTile:
         softmax: the kernel is one of the two passes of a softmax.
         fold_shared: what is folded so far lies in shared memory, not in registers.
         pooled: a second pooling follows, which goes through shared memory.
+        ahead: how many times 8 channels of weights are read before they are used.
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
     """
 
@@ -109,6 +110,7 @@ class HaloTile:
     softmax: bool
     fold_shared: bool
     pooled: bool
+    ahead: int
     resident: int
 
     @property
@@ -186,6 +188,7 @@ class HaloTile:
             "WARP_M": self.warp_m,
             "PAIRED": int(self.paired),
             "FOLD_SHARED": int(self.fold_shared),
+            "AHEAD": self.ahead,
             "RESIDENT": self.resident,
         }
 
@@ -200,6 +203,8 @@ _BOXES: tuple[tuple[Triple, int], ...] = tuple(
     if z * y * x % (16 * warp_m) == 0 and 32 <= z * y * x <= 512
 )
 
+#: Times 8 channels of weights that are read ahead: the latency of the L2 cache.
+_AHEAD = 2
 #: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
 _OTHER_REGISTERS = 40
 #: And those of a softmax pass: its sums and exponentials.
@@ -252,7 +257,7 @@ def halo_tiles(
         tile = HaloTile(
             extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
             block_n(geometry.out_channels), block_k(geometry.in_channels), warp_m, paired, steps, softmax, shared,
-            pool != (1, 1, 1), resident,
+            pool != (1, 1, 1), _AHEAD, resident,
         )  # fmt: skip
         if (
             tile.threads > 1024

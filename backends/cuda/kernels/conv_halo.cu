@@ -15,7 +15,7 @@
 // A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases, and BLOCK_N channels. The box of x with
 // its halo is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of it.
 // After that one barrier the warps go their own ways: a warp owns 16*WARP_M voxels x BLOCK_N channels, and reads
-// the weights from the first-level cache straight to registers, 8 channels ahead of their use. So one warp's
+// the weights from the first-level cache straight to registers, AHEAD times 8 channels before their use. So one warp's
 // epilogue runs under another one's products. A quad of lanes owns all channels of a voxel. The host passes a flat
 // program: one shared-memory offset for every tap of every phase. Stride, kernel size and dilation appear nowhere
 // in the main loop. PAIRED: a warp makes two phases that differ in W alone before it stores, so that 8 voxels of
@@ -46,7 +46,7 @@
 // 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
 //
 // The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; the
-// program one step and the packed weights 8 channels longer than what is used, since both are read ahead;
+// program one step and the packed weights AHEAD times 8 channels longer than what is used, since both are read ahead;
 // y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
 // where OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
@@ -71,6 +71,8 @@ constexpr int PITCH_X = HIGH_X + LOW_X <= PAD_X ? PAD_X + TILE_X : (PAD_X + TILE
 constexpr int ROWS_Y = TILE_Y + LOW_Y + HIGH_Y, ROWS_Z = TILE_Z + LOW_Z + HIGH_Z;
 constexpr int PITCH_C = (PITCH_X * ROWS_Y * ROWS_Z + HIGH_X + 23) / 32 * 32 + 8;
 constexpr int SLAB = 8 * BLOCK_N;  // weights of one tap and 8 channels
+constexpr bool ROTATES = BLOCK_K / 8 > AHEAD;        // fragments of weights stay in their registers
+constexpr int SLOTS = ROTATES ? BLOCK_K / 8 : AHEAD + 1;
 constexpr int POOL_VOLUME = POOL_X * POOL_Y * POOL_Z;
 constexpr int STAGE_PITCH = (TILE_M + 27) / 32 * 32 + 4;  // from channel to channel in the staging
 constexpr int STAGE_FLOATS = POOL_VOLUME > 1 ? 8 * STAGE_PITCH : 0;
@@ -252,8 +254,9 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
                                            const int *program, int steps, const float *weights, int lane,
                                            Rows &result) {
   clear(result);
-  Fragment b, next;
-  b.load(weights, lane);
+  Fragment b[SLOTS];
+#pragma unroll
+  for (int k = 0; k < AHEAD; k++) b[k].load(weights + k * SLAB, lane);
   int tap = program[0];
 #pragma unroll 1
   for (int s = 0; s < steps; s++) {
@@ -269,11 +272,14 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
 #endif
 #pragma unroll
       for (int k = 0; k < BLOCK_K / 8; k++) {
+        b[ROTATES ? (k + AHEAD) % SLOTS : AHEAD].load(weights + AHEAD * SLAB, lane);
+        multiply(a, voxel, b[ROTATES ? k : 0], sums);
         weights += SLAB;
-        next.load(weights, lane);
-        multiply(a, voxel, b, sums);
         a += 8 * PITCH_C;
-        b = next;
+        if constexpr (!ROTATES) {
+#pragma unroll
+          for (int slot = 0; slot < AHEAD; slot++) b[slot] = b[slot + 1];
+        }
       }
 #if USE_3XTF32
 #pragma unroll
