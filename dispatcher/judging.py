@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import re
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from dispatcher.interface import Device
 from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
 from dispatcher.problem import Problem
-from dispatcher.selection import candidates, parse_request
+from dispatcher.selection import backend_devices, candidates, first_usable, parse_request
 from dispatcher.userkernel import MARGIN, KernelHost, Kind, LoadedKernel, UserKernel
 from dispatcher.verification import Comparison, poisoned, verify_results
 from dispatcher.verifying import changed_inputs, checksums, comparison_dict
@@ -172,7 +171,7 @@ def verify_kernel(
     kernel: str | Path,
     *,
     entry: str = ENTRY,
-    device: str | Device | None = None,
+    device: str | Device | None = "all",
     case: str | None = "sample",
     global_size: Sizes | None = None,
     local_size: Sizes | None = None,
@@ -186,7 +185,7 @@ def verify_kernel(
     warmup: int = 2,
     progress: Callable[[float], None] | None = None,
     **arguments: Any,
-) -> Judgement:
+) -> list[Judgement]:
     """Run a user's own kernel, compare every element of its result with the reference, and time it.
 
     The function has the problem's parameters in their order. In an OpenCL file it is a ``__kernel``, whose ``size_t``
@@ -197,8 +196,8 @@ def verify_kernel(
         problem: see :func:`dispatcher.compile`, as for ``precision`` and ``dtype``.
         kernel: path of a ``.cl`` or ``.cu`` file.
         entry: name of the function.
-        device: a device request; without one, the environment's, and without that the best device of the backend
-            that the file is for.
+        device: ``all`` for every usable device that such files are for, or a device request as for
+            :func:`dispatcher.compile`; None and ``auto`` stand for the best of them.
         case: the case that the sizes come from; None when ``arguments`` give them all.
         global_size: work items (threads) along x, y and z: up to three numbers or integer expressions in the
             problem's sizes, :data:`OUTPUT_SIZES` and ``output_elements``, or a text with commas between them.
@@ -215,7 +214,7 @@ def verify_kernel(
         **arguments: sizes and scalars that hold instead of the case's.
 
     Returns:
-        The verdict; that the kernel does not build is one too.
+        A verdict for each device; that the kernel does not build is one too.
 
     Raises:
         InputError: an argument is wrong, the file cannot be read, or it has no such function with these parameters.
@@ -234,12 +233,14 @@ def verify_kernel(
     if operator.empty:
         raise InputError(f"{loaded.name}: the batch is empty, so there is nothing to verify")
     source, backend = _read_kernel(operator, kernel, entry, global_size, local_size, build_options)
-    place, skipped = _place(backend, source, device)
-    with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
-        trial = _Trial(operator, source, place, Path(folder), kinds, seed)
-        trial.prepare(timeout_s, repeats, warmup)
-        verdict = trial.judge(trial.run(timeout_s), timeout_s, progress)
-    return Judgement(operator, source, case, seed, place, skipped, **verdict)
+    judgements = []
+    for place, skipped in _places(backend, device, source.file):
+        with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
+            trial = _Trial(operator, source, place, Path(folder), kinds, seed)
+            trial.prepare(timeout_s, repeats, warmup)
+            verdict = trial.judge(trial.run(timeout_s), timeout_s, progress)
+        judgements.append(Judgement(operator, source, case, seed, place, skipped, **verdict))
+    return judgements
 
 
 def _check_numbers(timeout_s: float, repeats: int, warmup: int) -> None:
@@ -269,10 +270,7 @@ def _read_kernel(
         InputError: an argument is wrong, or the file cannot be read.
     """
     file = Path(path)
-    files = registry.KERNEL_FILES.get(file.suffix.lower())
-    if files is None:
-        suffixes = " or ".join(registry.KERNEL_FILES)
-        raise InputError(f"kernel is {str(path)!r}; expected a file that ends in {suffixes}")
+    files = _files(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -291,7 +289,9 @@ def _read_kernel(
             f"{OUTPUT_ELEMENTS}"
         )
     if local is None and whole is not None and files.groups_needed:
-        raise InputError(f"global_size is given without local_size, which {file.suffix} files need; give both")
+        raise InputError(
+            f"global_size is given without local_size, which {file.suffix} files need; give both"
+        )
     if local is not None and whole is None:
         raise InputError("local_size is given without global_size; give both")
     if local is not None and whole is not None:
@@ -319,7 +319,11 @@ def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
 def size_names(operator: Operator) -> dict[str, int]:
     """What size expressions may use: the extents of the result, and the problem's own sizes."""
     shape = operator.output_shape
-    return {**dict(zip(OUTPUT_SIZES, shape, strict=True)), OUTPUT_ELEMENTS: math.prod(shape), **operator.sizes}
+    return {
+        **dict(zip(OUTPUT_SIZES, shape, strict=True)),
+        OUTPUT_ELEMENTS: math.prod(shape),
+        **operator.sizes,
+    }
 
 
 def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[int, ...]:
@@ -328,7 +332,7 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
     Raises:
         InputError: they are not that, or one is below 1.
     """
-    parts = sizes.split(",") if isinstance(sizes, str) else [sizes] if isinstance(sizes, int) else list(sizes)
+    parts = sizes.split(",") if isinstance(sizes, str) else sizes if isinstance(sizes, Sequence) else [sizes]
     if not 1 <= len(parts) <= 3:
         raise InputError(f"{argument} is {sizes!r}; expected one to three sizes")
     values = []
@@ -349,14 +353,27 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
     return tuple(values)
 
 
-def _place(
-    backend: str, kernel: UserKernel, device: str | Device | None
-) -> tuple[Device, tuple[tuple[str, str], ...]]:
-    """The first device of a request that can run the kernel's file, and those passed over.
+def _files(kernel: str | Path) -> registry.KernelFiles:
+    """How files such as this one are run."""
+    files = registry.KERNEL_FILES.get(Path(kernel).suffix.lower())
+    if files is None:
+        suffixes = " or ".join(registry.KERNEL_FILES)
+        raise InputError(f"kernel is {str(kernel)!r}; expected a file that ends in {suffixes}")
+    return files
+
+
+Places = list[tuple[Device, tuple[tuple[str, str], ...]]]
+
+
+def _places(backend: str, device: str | Device | None, file: str) -> Places:
+    """The devices of ``backend`` that a request means, each with those passed over for it.
 
     Raises:
         DeviceError: there is none.
     """
+    if device == "all":
+        first_usable(parse_request(backend))  # says why, where there is none
+        return [(found, ()) for found in backend_devices(backend) if found.available]
     request = parse_request(device)
     if request.terms == (("auto", ""),):
         request = parse_request(backend)
@@ -364,13 +381,13 @@ def _place(
     for candidate in candidates(request):
         found, reason = candidate.device, candidate.reason
         if found is not None and found.backend == backend:
-            return found, tuple(skipped)
+            return [(found, tuple(skipped))]
         if found is not None:
-            reason = f"it cannot run {Path(kernel.file).suffix} files"
+            reason = f"it cannot run {Path(file).suffix} files"
         skipped.append((candidate.label, reason))
     reasons = "; ".join(f"{label}: {reason}" for label, reason in skipped)
     raise DeviceError(
-        f"{request.origin} {request.text}: no device can run {kernel.file}: {reasons}; name a device of {backend}"
+        f"{request.origin} {request.text}: no device can run {file}: {reasons}; name a device of {backend}"
     )
 
 
@@ -426,7 +443,9 @@ class _Trial:
         except OSError as error:
             raise KernelError(f"no process to run {self.kernel.file} in: {error}") from error
 
-    def judge(self, ended: Ended, timeout_s: float, progress: Callable[[float], None] | None) -> dict[str, Any]:
+    def judge(
+        self, ended: Ended, timeout_s: float, progress: Callable[[float], None] | None
+    ) -> dict[str, Any]:
         """The verdict, as fields of a :class:`Judgement`.
 
         Raises:
@@ -465,7 +484,9 @@ class _Trial:
             case _:
                 raise KernelError(f"{self.device.id} failed while {stage}: {message}")
 
-    def compared(self, reports: Mapping[str, Any], progress: Callable[[float], None] | None) -> dict[str, Any]:
+    def compared(
+        self, reports: Mapping[str, Any], progress: Callable[[float], None] | None
+    ) -> dict[str, Any]:
         """The verdict on the results that the process has left."""
         checks = []
         for number, (kind, tensors) in enumerate(zip(self.kinds, self.tensors, strict=True)):
@@ -613,7 +634,9 @@ def _look(
         margins = loaded.fetch(name, array)
         if name != output:
             sums.update(checksums({name: array}))
-        beside += filter(None, (_stray(name, margin, where) for margin, where in zip(margins, (-1, 1), strict=True)))
+        beside += filter(
+            None, (_stray(name, margin, where) for margin, where in zip(margins, (-1, 1), strict=True))
+        )
     return {"checksums": sums, "beside": beside}
 
 

@@ -125,4 +125,3 @@ class KernelHost(Protocol):
             DeviceError: the device cannot run such kernels.
             BuildError: the compiler refused it.
         """
-

@@ -34,7 +34,9 @@ _NO_MEMORY = (
 )
 
 
-def load_kernel(runtime: OpenClRuntime, kernel: UserKernel, device: Device, scratch: Path) -> OpenClUserKernel:
+def load_kernel(
+    runtime: OpenClRuntime, kernel: UserKernel, device: Device, scratch: Path
+) -> OpenClUserKernel:
     """See :meth:`dispatcher.userkernel.KernelHost.load_kernel`."""
     doubles = [name for name, kind in kernel.parameters if kind == "double"]
     if not runtime.facts.vec_double and (doubles or kernel.dtype == "float64"):
@@ -74,7 +76,7 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
             return cl.Program(runtime.context, kernel.source()).build(options, cache_dir=cast(Any, False))
         except cl.RuntimeError as error:
             log = _compiler_log(str(error))
-            first = first_error(log) if 'error' in log.lower() else log.partition('\n')[0]
+            first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
             raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
 
 
@@ -197,7 +199,7 @@ class OpenClUserKernel:
                     regions.append(buffer.get_sub_region(MARGIN_BYTES, buffer.size - 2 * MARGIN_BYTES))
                     self._function.set_arg(index, regions[-1])
             event = cl.enqueue_nd_range_kernel(
-                self._queue, self._function, kernel.global_size, kernel.local_size
+                self._queue, self._function, cast(Any, kernel.global_size), kernel.local_size
             )
             self._queue.finish()
             event.wait()
