@@ -718,14 +718,14 @@ def _judge(
     for judgement in judgements:
         _tell_skipped(judgement.skipped)
     if as_json:
-        passed = all(judgement.passed for judgement in judgements)
+        passed = all(judgement.exit_code == 0 for judgement in judgements)
         _print_json("verify", {"passed": passed, "results": [each.as_dict() for each in judgements]})
     for number, judgement in enumerate(judgements):
         if not as_json:
             _print_judgement(judgement, number > 0)
         if not judgement.passed:
             _complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
-    failed = [judgement.exit_code for judgement in judgements if not judgement.passed]
+    failed = [judgement.exit_code for judgement in judgements if judgement.exit_code]
     raise typer.Exit(min(failed, default=0))
 
 
@@ -1149,8 +1149,8 @@ def _print_judgement(judgement: Judgement, apart: bool) -> None:
     for check in judgement.checks:
         over, largest, normwise = _figures(check.comparison)
         _print(
-            f"inputs    {check.inputs}: {'right' if check.passed else 'WRONG'}, error at most {over} of its bound, "
-            f"{largest} absolute, {normwise} normwise"
+            f"inputs    {check.inputs}, {check.launch} launch: {'right' if check.passed else 'WRONG'}, "
+            f"error at most {over} of its bound, {largest} absolute, {normwise} normwise"
         )
     for clock, times in (("device's", judgement.kernel_s), ("host's", judgement.times_s)):
         if times:

@@ -48,7 +48,7 @@ LOG_LINES = 30
 OUTPUT_SIZES = ("output_batch", "output_channels", "output_depth", "output_height", "output_width")
 OUTPUT_ELEMENTS = "output_elements"
 
-Outcome = Literal["passed", "wrong", "crashed", "timed out", "out of memory", "build failed"]
+Outcome = Literal["passed", "wrong", "crashed", "timed out", "out of memory", "build failed", "unsupported"]
 #: A size as an expression, a number, or several of these: for x, y and z.
 Sizes = str | int | Sequence[str | int]
 
@@ -64,12 +64,14 @@ class Check:
 
     Attributes:
         inputs: the kind of random numbers, one of :data:`dispatcher.inputs.KINDS`.
+        launch: ``first``, or ``last`` where the last timed launch had another result than the first.
         passed: whether the result is right and nothing else was touched.
         reason: what is wrong, in one line; empty when passed.
         comparison: the figures of the comparison with the reference; None where there is no result.
     """
 
     inputs: str
+    launch: Literal["first", "last"]
     passed: bool
     reason: str
     comparison: Comparison | None
@@ -87,7 +89,8 @@ class Judgement:
         device: where it ran.
         skipped: (device or backend, reason) of each device that was preferred and passed over.
         outcome: ``passed``; ``wrong``: a wrong result, a changed input or a write beside a tensor; ``crashed``: it
-            killed its process, or the driver refused or lost it; ``timed out``; ``out of memory``; ``build failed``.
+            killed its process, or the driver refused or lost it; ``timed out``; ``out of memory``; ``build failed``;
+            ``unsupported``: one of several devices cannot run it.
         reason: one line; empty when passed.
         log: what the compiler said, where it refused the kernel.
         checks: one entry for each set of inputs that it ran on.
@@ -118,8 +121,8 @@ class Judgement:
 
     @property
     def exit_code(self) -> int:
-        """What the command line ends with: 0 passed, 4 build failed, else 1."""
-        return {"passed": 0, "build failed": BuildError.exit_code}.get(self.outcome, 1)
+        """What the command line ends with: 0 passed, 4 build failed, else 1; 0 too where a device cannot run it."""
+        return {"passed": 0, "unsupported": 0, "build failed": BuildError.exit_code}.get(self.outcome, 1)
 
     @property
     def median_s(self) -> float | None:
@@ -151,6 +154,7 @@ class Judgement:
             "checks": [
                 {
                     "inputs": check.inputs,
+                    "launch": check.launch,
                     "passed": check.passed,
                     "reason": check.reason,
                     "comparison": comparison_dict(check.comparison),
@@ -233,12 +237,18 @@ def verify_kernel(
     if operator.empty:
         raise InputError(f"{loaded.name}: the batch is empty, so there is nothing to verify")
     source, backend = _read_kernel(operator, kernel, entry, global_size, local_size, build_options)
-    judgements = []
-    for place, skipped in _places(backend, device, source.file):
+    judgements: list[Judgement] = []
+    places = _places(backend, device, source.file)
+    for place, skipped in places:
         with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
             trial = _Trial(operator, source, place, Path(folder), kinds, seed)
             trial.prepare(timeout_s, repeats, warmup)
-            verdict = trial.judge(trial.run(timeout_s), timeout_s, progress)
+            try:
+                verdict = trial.judge(trial.run(timeout_s), timeout_s, progress)
+            except DeviceError as error:
+                if place is places[-1][0] and all(each.outcome == "unsupported" for each in judgements):
+                    raise
+                verdict = {"outcome": "unsupported", "reason": str(error)}
         judgements.append(Judgement(operator, source, case, seed, place, skipped, **verdict))
     return judgements
 
@@ -502,7 +512,9 @@ class _Trial:
                 reason = "; ".join(filter(None, reasons))
                 if reason and way == _TIMED:
                     reason = f"a repeated launch gave another result than the first: {reason}"
-                checks.append(Check(kind, not reason, reason, comparison))
+                checks.append(
+                    Check(kind, "last" if way == _TIMED else "first", not reason, reason, comparison)
+                )
         build_s = reports["build_s"]
         wrong = next((check for check in checks if not check.passed), None)
         if wrong is not None:

@@ -20,6 +20,7 @@ import dispatcher
 from dispatcher import judging
 from dispatcher.arguments import bind_arguments, sort_arguments
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.interface import Device
 from dispatcher.judging import Judgement, size_names, verify_kernel
 from dispatcher.loader import load_problem
 from dispatcher.selection import backend_devices
@@ -199,6 +200,9 @@ def test_a_wrong_kernel_is_wrong(write: Write, device: str, fault: str) -> None:
     judgement = judge(write(change), device)
     assert (judgement.outcome, judgement.exit_code) == ("wrong", 1)
     assert reason in judgement.reason
+    assert next(check.launch for check in judgement.checks if not check.passed) == (
+        "last" if fault == "second launch" else "first"
+    )
     assert judgement.times_s == ()
     assert judgement.median_s is judgement.gflops is None
 
@@ -387,6 +391,24 @@ def test_doubles_need_double_precision(tmp_path: Path) -> None:
         load_kernel(runtime, doubled, device, tmp_path)
     with pytest.raises(DeviceError, match="which float64 needs"):
         load_kernel(runtime, UserKernel(**{**vars(kernel), "dtype": "float64"}), device, tmp_path)
+
+
+def test_one_of_several_devices_may_not_be_able_to(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Device("opencl", index, f"Device {index}", "gpu") for index in range(2))
+    monkeypatch.setattr(judging, "_places", lambda backend, device, file: [(one, ()), (two, ())])
+    unable: Any = {"failure": {"kind": "DeviceError", "message": "no doubles", "log": ""}}
+    broken: Any = {"failure": {"kind": "BuildError", "message": "refused", "log": ""}}
+
+    def outcomes(*reports: Any) -> list[tuple[str, int]]:
+        left = list(reports)
+        monkeypatch.setattr(judging, "run_child", lambda *arguments: ended(0, "", left.pop(0)))
+        found = verify_kernel(CONV, write(), device="all", global_size=1)
+        return [(each.outcome, each.exit_code) for each in found]
+
+    assert outcomes(unable, broken) == [("unsupported", 0), ("build failed", 4)]
+    assert outcomes(broken, unable) == [("build failed", 4), ("unsupported", 0)]
+    with pytest.raises(DeviceError, match="no doubles"):
+        outcomes(unable, unable)
 
 
 def test_the_names_of_sizes() -> None:
