@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dispatcher.interface import Device
+    from dispatcher.judging import Judgement
     from dispatcher.operator import Operator
     from dispatcher.problem import Problem
 
@@ -177,6 +178,48 @@ SelfTestOption = Annotated[
         help="Try each device out in another process before its first use, or do not. If left out: the "
         "environment variable DISPATCHER_SELF_TEST, then yes.",
     ),
+]
+KernelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kernel",
+        metavar="FILE",
+        help="Judge this kernel of your own instead: a .cl or .cu file. The options from here to --repeat belong to "
+        "it; see docs/your-kernel.md.",
+    ),
+]
+EntryOption = Annotated[
+    str | None, typer.Option("--entry", metavar="NAME", help="Its function; solution if left out.")
+]
+GlobalSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--global-size",
+        metavar="X[,Y[,Z]]",
+        help="Work items or threads to launch it over: expressions such as output_elements. Without it, a .cu file's "
+        "function is called on the host.",
+    ),
+]
+LocalSizeOption = Annotated[
+    str | None, typer.Option("--local-size", metavar="X[,Y[,Z]]", help="Those of a group or block.")
+]
+BuildOption = Annotated[
+    list[str] | None, typer.Option("--build-option", metavar="O", help="For its compiler. Repeatable.")
+]
+TimeoutOption = Annotated[
+    str | None,
+    typer.Option("--timeout", metavar="SECONDS", help="For building and running it; 60 if left out."),
+]
+InputsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--inputs",
+        metavar="KIND",
+        help="Random numbers to run it on, or all; signed if left out. Repeatable.",
+    ),
+]
+JudgeRepeatOption = Annotated[
+    str | None, typer.Option("--repeat", metavar="N", help="Timed launches of it; 10 if left out.")
 ]
 RetestOption = Annotated[
     bool, typer.Option("--retest", help="Try the devices out again, whatever is known from earlier.")
@@ -554,15 +597,55 @@ def verify_command(
     seed: SeedOption = "0",
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
+    kernel: KernelOption = None,
+    entry: EntryOption = None,
+    global_size: GlobalSizeOption = None,
+    local_size: LocalSizeOption = None,
+    build_option: BuildOption = None,
+    timeout: TimeoutOption = None,
+    inputs: InputsOption = None,
+    repeat: JudgeRepeatOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare devices with the reference, element by element."""
+    """Compare devices, or a kernel of your own, with the reference, element by element."""
     from dispatcher.verifying import Verification, verify
 
     seed_number = _whole("--seed", seed, 0, MAX_SEED)
+    its_options = {
+        "--entry": entry,
+        "--global-size": global_size,
+        "--local-size": local_size,
+        "--build-option": build_option,
+        "--timeout": timeout,
+        "--inputs": inputs,
+        "--repeat": repeat,
+    }
+    if kernel is not None:
+        for name, value in (("--algorithm", algorithm), ("--option", option)):
+            if value:
+                raise InputError(f"{name} and --kernel are both given; {name} is for our own kernels")
+        if problem is None or len(problem) != 1:
+            raise InputError(f"--kernel is for one problem, and {len(problem or ())} are given; name one")
+        ((loaded, its_case, arguments),) = _load_all(problem, settings, case, dtype, precision)
+        _judge(
+            loaded,
+            kernel,
+            device,
+            its_options,
+            as_json,
+            case=its_case,
+            dtype=dtype,
+            precision=precision,
+            seed=seed_number,
+            **arguments,
+        )
+        return
+    for name, value in its_options.items():
+        if value:
+            raise InputError(f"{name} is given without --kernel; give both")
     results: list[Verification] = []
     options = _options(algorithm, option)
     chosen = _load_all(problem, settings, case, dtype, precision)
@@ -606,6 +689,44 @@ def verify_command(
         _complain(f"{result.problem} on {result.device.id}: {result.reason}")
     code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if refused else 0
     raise typer.Exit(code)
+
+
+def _judge(
+    problem: Problem,
+    kernel: str,
+    device: str | None,
+    given: Mapping[str, Any],
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
+    from dispatcher.inputs import KINDS
+    from dispatcher.judging import ENTRY, TIMEOUT_S, verify_kernel
+
+    inputs = given["--inputs"] or ["signed"]
+    options = {
+        "entry": given["--entry"] or ENTRY,
+        "global_size": given["--global-size"],
+        "local_size": given["--local-size"],
+        "build_options": given["--build-option"] or (),
+        "timeout_s": _seconds_of("--timeout", given["--timeout"] or f"{TIMEOUT_S:g}"),
+        "inputs": list(KINDS) if inputs == ["all"] else inputs,
+        "repeats": _whole("--repeat", given["--repeat"] or "10", 1),
+    }
+    with _progress(f"judging {kernel}") as advance:
+        judgements = verify_kernel(problem, kernel, device=device, progress=advance, **options, **arguments)
+    for judgement in judgements:
+        _tell_skipped(judgement.skipped)
+    if as_json:
+        passed = all(judgement.exit_code == 0 for judgement in judgements)
+        _print_json("verify", {"passed": passed, "results": [each.as_dict() for each in judgements]})
+    for number, judgement in enumerate(judgements):
+        if not as_json:
+            _print_judgement(judgement, number > 0)
+        if not judgement.passed:
+            _complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
+    failed = [judgement.exit_code for judgement in judgements if judgement.exit_code]
+    raise typer.Exit(min(failed, default=0))
 
 
 @app.command("tune")
@@ -772,6 +893,21 @@ def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
     if number is None or number < least or (most is not None and number > most):
         raise InputError(f"{option} is {text!r}; expected a whole number {bounds}")
     return number
+
+
+def _seconds_of(option: str, text: str) -> float:
+    """The seconds that an option gives.
+
+    Raises:
+        InputError: it is not a number above 0.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InputError(f"{option} is {text!r}; expected a number of seconds above 0")
+    return seconds
 
 
 def _check_choices(dtype: str | None, precision: str) -> None:
@@ -996,6 +1132,38 @@ def _print_run(report: Mapping[str, Any], operator: Operator, device: Device, co
         )
     if report["output"] is not None:
         _print(f"output    {report['output']}")
+
+
+def _print_judgement(judgement: Judgement, apart: bool) -> None:
+    """Say how a user's own kernel did; ``apart`` from what was printed before."""
+    kernel = judgement.kernel
+    if apart:
+        _print("")
+    _print_head(judgement.operator, judgement.device, judgement.skipped)
+    launched = [
+        f"{what} {' x '.join(map(str, sizes))}"
+        for what, sizes in (("global size", kernel.global_size), ("local size", kernel.local_size))
+        if sizes is not None
+    ]
+    _print(f"kernel    {', '.join([f'{kernel.entry} in {kernel.file}', *launched])}")
+    for check in judgement.checks:
+        over, largest, normwise = _figures(check.comparison)
+        _print(
+            f"inputs    {check.inputs}, {check.launch} launch: {'right' if check.passed else 'WRONG'}, "
+            f"error at most {over} of its bound, {largest} absolute, {normwise} normwise"
+        )
+    for clock, times in (("device's", judgement.kernel_s), ("host's", judgement.times_s)):
+        if times:
+            median, least = statistics.median(times), min(times)
+            _print(
+                f"time      {_seconds(median)} on the {clock} clock "
+                f"(median of {len(times)}, at least {_seconds(least)})"
+            )
+    if judgement.gflops is not None:
+        _print(f"speed     {judgement.gflops:.4g} GFLOP/s")
+    if judgement.log:
+        _print(judgement.log)
+    _print(f"verdict   {judgement.outcome}")
 
 
 def _figures(comparison: Any) -> tuple[str, str, str]:

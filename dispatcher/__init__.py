@@ -1,9 +1,9 @@
 """Run fused 3-D operators, described once in a YAML file, on CUDA, OpenCL or NumPy.
 
 ``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
-there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``benchmark``
-times them, ``tune_problem`` finds the fastest options on a device, and ``doctor`` says what keeps devices from
-working.
+there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``verify_kernel`` a kernel
+of your own, ``benchmark`` times devices, ``tune_problem`` finds the fastest options on a device, and ``doctor`` says
+what keeps devices from working.
 
 Importing this package loads neither a GPU library nor NumPy: each name is imported when it is first used.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from dispatcher.explanation import Explanation, explain
     from dispatcher.interface import Device
+    from dispatcher.judging import Judgement, verify_kernel
     from dispatcher.loader import load_problem
     from dispatcher.loader import problem_names as problems
     from dispatcher.operator import Operator
@@ -55,6 +56,7 @@ __all__ = [
     "FallbackWarning",
     "GeometryError",
     "InputError",
+    "Judgement",
     "KernelError",
     "Operator",
     "Problem",
@@ -73,6 +75,7 @@ __all__ = [
     "run",
     "tune_problem",
     "verify",
+    "verify_kernel",
 ]
 
 #: Public name to the module that holds it; ``problems`` has another name there.
@@ -94,6 +97,7 @@ _HOMES = {
     ),
     "explanation": ("Explanation", "explain"),
     "interface": ("Device",),
+    "judging": ("Judgement", "verify_kernel"),
     "loader": ("load_problem", "problems"),
     "operator": ("Operator",),
     "problem": ("Problem",),

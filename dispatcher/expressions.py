@@ -4,9 +4,10 @@ The grammar is small on purpose, so that nothing but arithmetic can be written:
 
     sum     = product (("+" | "-") product)*
     product = factor (("*" | "/" | "//") factor)*
-    factor  = "-" factor | "(" sum ")" | NAME | DIGITS
+    factor  = "-" factor | "(" sum ")" | "ceil" "(" sum ")" | NAME | DIGITS
 
-``/`` and ``//`` are the same operator: a division that must come out even. A size is never rounded silently.
+``/`` and ``//`` are the same operator: a division that must come out even. A size is never rounded silently;
+``ceil(a / b)`` rounds a division up, and holds nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)(?!\w)|(?P<sig
 
 @dataclass(frozen=True)
 class _Binary:
-    """``left sign right``; ``sign`` is one of ``+ - * /``."""
+    """``left sign right``; ``sign`` is one of ``+ - * /``, or ``ceil`` for a division that rounds up."""
 
     sign: str
     left: _Node
@@ -184,6 +185,11 @@ class _Parser:
 
     def factor(self) -> _Node:
         token = self.take()
+        if token == "ceil" and self.peek() == "(":
+            divided = self.factor()
+            if not isinstance(divided, _Binary) or divided.sign != "/":
+                raise self.fail("ceil holds something else than a division; expected ceil(a / b)")
+            return _Binary("ceil", divided.left, divided.right)
         if token in ("-", "("):
             self.nesting += 1
             if self.nesting > MAX_NESTING:
@@ -213,6 +219,8 @@ def _render(node: _Node, nested: bool = False) -> str:
     """A node as text, for messages."""
     if not isinstance(node, _Binary):
         return str(node)
+    if node.sign == "ceil":
+        return f"ceil({_render(node.left, True)} / {_render(node.right, True)})"
     text = f"{_render(node.left, True)} {node.sign} {_render(node.right, True)}"
     return f"({text})" if nested else text
 
@@ -241,9 +249,9 @@ def _evaluate(node: _Node, sizes: Mapping[str, int]) -> int:
         case _:
             if right == 0:
                 raise InputError(f"{_render(node)}: {left} cannot be divided by 0; change the divisor")
-            if left % right:
+            if left % right and node.sign != "ceil":
                 raise InputError(f"{_render(node)}: {left} is not divisible by {right}; change one of them")
-            value = left // right
+            value = -(-left // right)
     return _limited(value, _render(node))
 
 
@@ -259,6 +267,8 @@ def _invert(sign: str, on_left: bool, other: int, target: int) -> int | None:
     match sign:
         case "+":
             return target - other
+        case "ceil":
+            return None
         case "-":
             return target + other if on_left else other - target
         case "*":

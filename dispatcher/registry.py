@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
 from dispatcher.interface import Backend
 
@@ -11,6 +12,28 @@ BACKENDS: dict[str, str] = {
     "cuda": "backends.cuda",
     "opencl": "backends.opencl",
     "numpy": "backends.numpy_ref",
+}
+
+
+@dataclass(frozen=True)
+class KernelFiles:
+    """How files of one suffix, with a user's own kernel, are run.
+
+    Attributes:
+        backend: the backend that runs them.
+        host_functions: they may hold a function of the host, which launches kernels itself.
+        groups_needed: a launch has to say how many work items (threads) are in a group (block).
+    """
+
+    backend: str
+    host_functions: bool
+    groups_needed: bool
+
+
+#: Suffix of a file with a user's own kernel to how it is run.
+KERNEL_FILES: dict[str, KernelFiles] = {
+    ".cl": KernelFiles("opencl", host_functions=False, groups_needed=False),
+    ".cu": KernelFiles("cuda", host_functions=True, groups_needed=True),
 }
 
 

@@ -18,19 +18,16 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+from dispatcher.childprocess import FOREIGN_SIGNALS, Report, run_child
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.filecache import FileCache
 from dispatcher.interface import Backend, Device
-
-if TYPE_CHECKING:
-    from subprocess import Popen
 
 VARIABLE = "DISPATCHER_SELF_TEST"
 TIME_LIMIT_S = 60.0
@@ -48,14 +45,7 @@ BARRED = frozenset(("wrong", "closed", "crashed", "hung"))
 #: How the reason begins when the operator could not be built or run.
 FAILED = "failed"
 
-#: Signals that come from outside: they say nothing about the device.
-_FOREIGN_SIGNALS = frozenset((signal.SIGINT, signal.SIGKILL, signal.SIGTERM))
 _FORMAT = 1  # of a cache entry
-_MARK = "self-test report: "
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher import selftest; "
-    "selftest.child(sys.argv[2], sys.argv[3:])"
-)
 
 _log = logging.getLogger(__name__)
 _cache = FileCache("selftest")
@@ -208,55 +198,22 @@ def _taking_turns(patience_s: float) -> Iterator[None]:
 
 def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool]:
     """Run :func:`child` in a process of its own; the outcome, and whether it will be the same next time."""
-    import subprocess
-
-    command = [sys.executable, "-c", _START, json.dumps(sys.path), *arguments]
-    environment = {**os.environ, VARIABLE: "off"}
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # so that whatever the driver starts can be ended with it
-            text=True,
-            errors="replace",
-        )
+        ended = run_child("dispatcher.selftest:child", arguments, limit_s, {VARIABLE: "off"})
     except OSError as error:
         return SelfTest("error", f"could not be run: {error}"), False
-    with process:
-        try:
-            output, complaints = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), True
-        finally:
-            _end(process)
-    if process.returncode < 0:
-        number = -process.returncode
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return SelfTest(
-            "crashed", f"crashed with {name}{_last_line(complaints)}"
-        ), number not in _FOREIGN_SIGNALS
-    reports = [line for line in output.splitlines() if line.startswith(_MARK)]
-    if reports and process.returncode == 0:
-        return SelfTest(**json.loads(reports[-1].removeprefix(_MARK))), True
+    if ended.code is None:
+        return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), True
+    if ended.signal:
+        return (
+            SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"),
+            ended.signal not in FOREIGN_SIGNALS,
+        )
+    if ended.reports and ended.code == 0:
+        return SelfTest(**ended.reports[-1]), True
     return SelfTest(
-        "error", f"{FAILED}: the process ended with exit code {process.returncode}{_last_line(complaints)}"
+        "error", f"{FAILED}: the process ended with exit code {ended.code}{ended.last_line}"
     ), False
-
-
-def _end(process: Popen[str]) -> None:
-    """End a child and whatever it has started."""
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f": {lines[-1][:200]}" if lines else ""
 
 
 def apply(device: Device, found: SelfTest | None) -> Device:
@@ -286,24 +243,37 @@ def failed(device: Device) -> bool:
 
 
 # ---- in the child process ----------------------------------------------------------------------------------
-def child(module: str, arguments: Sequence[str]) -> None:
-    """What the child process does: list a backend's devices or test one, and print a report."""
+def child(report: Report, module: str, *arguments: str) -> None:
+    """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
     backend: Backend = importlib.import_module(module).BACKEND
     if arguments[0] == "list":
         backend.probe()
-        report = SelfTest("ok")
+        found = SelfTest("ok")
     else:
-        report = _test(backend, int(arguments[1]), arguments[2])
-    print(f"\n{_MARK}{json.dumps(asdict(report))}", flush=True)
+        found = _test(backend, int(arguments[1]), arguments[2])
+    report(asdict(found))
 
 
-def _test(backend: Backend, index: int, name: str) -> SelfTest:
-    """Run the test's operator on a device of ``backend``."""
+def find_again(backend: Backend, index: int, name: str) -> Device:
+    """The device that another process has seen, usable or not.
+
+    Raises:
+        DeviceError: this process sees another one in its place, or none.
+    """
     found: Mapping[int, Device] = {device.index: device for device in backend.probe()}
     device = found.get(index)
     if device is None or device.name != name:
         seen = "nothing" if device is None else device.name
-        return SelfTest("error", f"could not be run: it found {seen} in the place of {name}")
+        raise DeviceError(f"could not be run: it found {seen} in the place of {name}")
+    return device
+
+
+def _test(backend: Backend, index: int, name: str) -> SelfTest:
+    """Run the test's operator on a device of ``backend``."""
+    try:
+        device = find_again(backend, index, name)
+    except DeviceError as error:
+        return SelfTest("error", str(error))
     if not device.available:
         return SelfTest("closed", f"could not open it: {device.reason}")
     try:

@@ -198,7 +198,7 @@ def _run(
         return _Run(device, outcome="error", reason=str(error))
     except DeviceError as error:
         return _Run(device, outcome="unsupported", reason=str(error))
-    reason = _changed(tensors, before)
+    reason = changed_inputs(before, checksums(tensors))
     if reason:
         return _Run(call.choice.device, call.choice.skipped, outcome="failed", reason=reason)
     return _Run(call.choice.device, call.choice.skipped, result)
@@ -260,15 +260,15 @@ def compare_run(
     progress: Callable[[float], None] | None = None,
 ) -> Comparison:
     """Compare a result with the reference, and the inputs with their :func:`checksums` before the run."""
-    reason = _changed(tensors, before)
+    reason = changed_inputs(before, checksums(tensors))
     if reason:
         return Comparison(False, float("nan"), float("nan"), float("nan"), reason=reason)
     return verify_result(operator, tensors, result, progress)
 
 
-def _changed(tensors: Mapping[str, np.ndarray], before: Mapping[str, int]) -> str:
-    """Which inputs have other :func:`checksums` than before, as a reason; empty when none has."""
-    changed = [name for name, checksum in checksums(tensors).items() if checksum != before[name]]
+def changed_inputs(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """Which inputs have other :func:`checksums` after a run than before, as a reason; empty when none has."""
+    changed = [name for name, checksum in after.items() if checksum != before[name]]
     return f"the run changed the input tensor {' and '.join(changed)}" if changed else ""
 
 

@@ -32,10 +32,33 @@ SIZES = {"a": 12, "b": 4, "c": 5, "zero": 0}
         ("2 * -c", -10),
         ("\ta+\n b ", 16),
         ("0 / a", 0),
+        ("ceil(c / b)", 2),
+        ("ceil(a // b) * c", 15),
+        ("ceil((a + 1) / (b - 1))", 5),
+        ("ceil(-c / b)", -1),
+        ("a + ceil (zero / c)", 12),
     ],
 )
 def test_values(text: str, value: int) -> None:
     assert Expression.parse(text).evaluate(SIZES) == value
+
+
+def test_ceil_rounds_a_division_up_and_nothing_else() -> None:
+    for text in (
+        "ceil(a)",
+        "ceil(a + b / c)",
+        "ceil(a / b * c)",
+        "ceil()",
+        "ceil(a / b",
+        "ceil(ceil(a / b))",
+    ):
+        with pytest.raises(InputError, match=r"is not valid: "):
+            Expression.parse(text)
+    with pytest.raises(InputError, match=r"ceil\(a / zero\): 12 cannot be divided by 0"):
+        Expression.parse("ceil(a / zero)").evaluate(SIZES)
+    assert Expression.parse("ceil(a / b)") != Expression.parse("a / b")
+    assert Expression.parse("ceil(n / 2)").solve({}, 3) is None  # 5 and 6 both do
+    assert Expression.parse("ceil + 1").evaluate({"ceil": 4}) == 5  # a size may have that name
 
 
 def test_an_integer_is_a_constant() -> None:

@@ -26,6 +26,7 @@ INTERFACE = {
     "dispatcher.planner",
     "dispatcher.problem",
     "dispatcher.steps",
+    "dispatcher.userkernel",
 }
 
 

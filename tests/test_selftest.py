@@ -16,7 +16,7 @@ from faulty_icd import FaultyRuntimes, build
 
 import cli
 import dispatcher
-from dispatcher import selection, selftest
+from dispatcher import childprocess, selection, selftest
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device
 from dispatcher.selftest import SelfTest
@@ -205,12 +205,12 @@ def test_what_can_be_mended_is_not_kept(
 def test_what_came_from_outside_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for number, kept in ((signal.SIGKILL, False), (signal.SIGSEGV, True)):
-        monkeypatch.setattr(selftest, "_START", f"import os; os.kill(os.getpid(), {int(number)})")
+        monkeypatch.setattr(childprocess, "_START", f"import os; os.kill(os.getpid(), {int(number)})")
         found = selftest.try_device(DEVICE, "backends.opencl", again=True)
         assert found is not None
         assert found.outcome == "crashed"
         assert signal.Signals(number).name in found.reason
-        monkeypatch.setattr(selftest, "_START", "raise SystemExit('another answer')")
+        monkeypatch.setattr(childprocess, "_START", "raise SystemExit('another answer')")
         found = selftest.try_device(DEVICE, "backends.opencl")
         assert found is not None
         assert found.outcome == ("crashed" if kept else "error")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from backends.cuda import driver, toolkit
 from backends.cuda.executable import CudaExecutable
 from backends.cuda.lowering import Options, Program, Target, lower
+from backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device
 from dispatcher.operator import Operator
+from dispatcher.userkernel import LoadedKernel, UserKernel
 
 _LARGEST_EXTENT = 2**31 - 1
 #: Values of the option ``algorithm``.
@@ -91,6 +94,14 @@ class CudaBackend:
         target = Target(context.architecture, context.shared_limit, context.processors)
         program = Program(operator) if operator.empty else lower(operator, target, chosen)
         return CudaExecutable(program, context, compiler, stream)
+
+    def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
+        """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
+        context = driver.context(device.index)
+        compiler = toolkit.find()
+        if isinstance(compiler, str):
+            raise DeviceError(f"{device.id} cannot be used: {compiler}")
+        return load_kernel(context, compiler, kernel, scratch)
 
 
 def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:

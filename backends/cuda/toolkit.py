@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -178,14 +178,30 @@ def compile_kernel(kernel: Kernel, architecture: int, toolkit: Toolkit, device: 
     where = f"{kernel.file} for {device} (compute capability {architecture // 10}.{architecture % 10})"
     with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
         output = Path(folder) / "kernel.cubin"
-        command = command_line(kernel, architecture, toolkit, output)
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, cwd=folder, check=False
-            )
-            image = output.read_bytes() if done.returncode == 0 else b""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
+        return run(command_line(kernel, architecture, toolkit, output), output, where)
+
+
+def run(command: Sequence[str], output: Path, where: str) -> bytes:
+    """Run a command of the compiler; returns what it wrote to ``output``.
+
+    Args:
+        where: what it compiles, for messages.
+
+    Raises:
+        BuildError: it refused that, or did not run; with its log.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            cwd=output.parent,
+            check=False,
+        )
+        image = output.read_bytes() if done.returncode == 0 else b""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
     log = f"{done.stdout}{done.stderr}".strip()
     if not image:
         raise BuildError(

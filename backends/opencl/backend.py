@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
@@ -12,6 +13,7 @@ from backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Executable
 from dispatcher.operator import Operator
+from dispatcher.userkernel import LoadedKernel, UserKernel
 
 __all__ = ["ALGORITHMS", "OpenClBackend"]
 
@@ -77,6 +79,13 @@ class OpenClBackend:
         if parsed.algorithm == "auto" and not runtime.facts.cpu:
             parsed = replace(parsed, algorithm="tiled")
         return OpenClExecutable(runtime, operator, parsed)
+
+    def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
+        """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
+        runtime = self._runtime(device)
+        from backends.opencl.userkernel import load_kernel
+
+        return load_kernel(runtime, kernel, device, scratch)
 
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
         """Options worth measuring for ``operator``; see :func:`dispatcher.tuning.tune`."""

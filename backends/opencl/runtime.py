@@ -34,6 +34,12 @@ KEEP_BYTES = 1 << 30
 BUILD_OPTIONS = ("-cl-std=CL1.2",)
 
 
+def first_error(log: str) -> str:
+    """The line of a compiler's log that says what is wrong."""
+    lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
+    return next((line for line in lines if ": error:" in line), lines[0] if lines else "no message")
+
+
 def core_cache() -> int:
     """Bytes of a core's own second-level cache, as the system tells; a common size where it does not."""
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
@@ -154,9 +160,7 @@ class OpenClRuntime:
         return "\0".join((self.identity, *BUILD_OPTIONS, text))
 
     def _build_message(self, log: str) -> str:
-        lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
-        detail = next((line for line in lines if ": error:" in line), lines[0] if lines else "no message")
-        return f"{self.device.name.strip()}: the OpenCL compiler refused a kernel: {detail}"
+        return f"{self.device.name.strip()}: the OpenCL compiler refused a kernel: {first_error(log)}"
 
     def buffer(self, nbytes: int) -> Any:
         """A device buffer of at least one element."""

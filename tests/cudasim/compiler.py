@@ -132,6 +132,18 @@ def compile_file(
     return (folder / "module.so").read_bytes()
 
 
+def compile_library(source: Path, output: Path, *, standard: str, options: Sequence[str]) -> None:
+    """Compiles a .cu file without kernels to a shared library, whose functions may use device pointers as they are:
+    the stand-in's device memory is the host's.
+
+    Raises:
+        BuildError: With the host compiler's messages.
+    """
+    run_compiler(
+        [f"-std={standard}", "-O2", "-shared", "-fPIC", "-x", "c++", *options, str(source), "-o", str(output)]
+    )
+
+
 def _forget_unused(modules: Path) -> None:
     """Once a day, removes modules that nobody has asked for lately."""
     stamp = cache_folder() / "last-cleaned"
@@ -147,7 +159,9 @@ def _forget_unused(modules: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nvcc", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", type=Path)
-    parser.add_argument("-cubin", "--cubin", action="store_true", required=True)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("-cubin", "--cubin", action="store_true")
+    kind.add_argument("-shared", "--shared", action="store_true")
     parser.add_argument("-arch", "--gpu-architecture", required=True)
     parser.add_argument("-std", default="c++17")
     parser.add_argument("-o", dest="output", type=Path, required=True)
@@ -159,7 +173,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one compilation as nvcc would: `nvcc -cubin -arch=sm_80 -I DIR -DNAME=VALUE -o OUT.cubin IN.cu`.
+    """Runs one compilation as nvcc would: `nvcc -cubin -arch=sm_80 -I DIR -DNAME=VALUE -o OUT.cubin IN.cu`, or
+    `nvcc -shared ...` for a file without kernels.
 
     Returns:
         The exit status.
@@ -179,6 +194,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     options = [*(f"-I{folder}" for folder in given.includes), *(f"-D{define}" for define in given.defines)]
     try:
+        if given.shared:
+            compile_library(given.source, given.output, standard=given.std, options=options)
+            return 0
         module = compile_file(given.source, architecture=match.group(1), standard=given.std, options=options)
     except BuildError as error:
         print(error, file=sys.stderr)

@@ -1,0 +1,163 @@
+"""Running a function in a process of its own, within a time limit.
+
+What such a function runs may abort the process, hang it, or print whatever it likes. So it reports by a pipe that
+nothing else writes to, and of what it prints the end is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+#: Takes a value that JSON can hold; given to a child's function as its first argument.
+Report = Callable[[Any], None]
+
+#: Bytes kept of what a child prints.
+KEPT_BYTES = 1 << 16
+
+#: Signals that come from outside: they say nothing about what the child ran.
+FOREIGN_SIGNALS = frozenset(("SIGINT", "SIGKILL", "SIGTERM"))
+
+#: A child whose parent was killed ends itself this long after its limit.
+_GRACE_S = 10
+#: How long to wait for the end of a pipe that something the child started holds open.
+_PATIENCE_S = 1.0
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher import childprocess; "
+    "childprocess._child(float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+        code: its exit code; None when it was ended for being too slow.
+        signal: name of the signal that killed it, such as ``SIGSEGV``; empty when none did, or when it was too slow.
+        reports: what its function reported, in order.
+        printed: the end of what it printed, to stdout or stderr.
+    """
+
+    code: int | None
+    signal: str
+    reports: tuple[Any, ...]
+    printed: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line it printed, to go behind a message: ``: line``, or nothing."""
+        lines = [line.strip() for line in self.printed.splitlines() if any(map(str.isalnum, line))]
+        return f": {lines[-1][:200]}" if lines else ""
+
+
+def run_child(
+    function: str, arguments: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Run ``function(report, *arguments)`` in a process of its own.
+
+    The process leads a group of its own, which is ended with it when the time is over or this process is interrupted.
+
+    Args:
+        function: ``module:name``.
+        arguments: texts.
+        limit_s: seconds that the process may take.
+        environment: variables besides those of this process.
+
+    Raises:
+        OSError: no process could be started.
+    """
+    import subprocess
+
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            _START,
+            json.dumps(sys.path),
+            str(limit_s),
+            function,
+            json.dumps(list(arguments)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,  # so that whatever it starts can be ended with it
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    reported, printed = _Reader(process.stdout), _Reader(process.stderr, KEPT_BYTES)
+    code: int | None = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
+    finally:
+        _end(process)
+    lines = reported.text().splitlines()
+    reports = tuple(json.loads(line) for line in lines)
+    return Ended(code, _signal_name(code), reports, printed.text())
+
+
+class _Reader:
+    """Reads a pipe in a thread, so that it never fills up, and keeps all of it or its end."""
+
+    def __init__(self, pipe: IO[bytes], keep: int | None = None) -> None:
+        self._pipe, self._keep, self._content = pipe, keep, bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe:
+            while part := os.read(self._pipe.fileno(), KEPT_BYTES):
+                self._content += part
+                if self._keep is not None:
+                    del self._content[: -self._keep]
+
+    def text(self) -> str:
+        """What was read until the pipe's end; without the rest of a line that was cut off by the child's end."""
+        self._thread.join(_PATIENCE_S)
+        content = bytes(self._content).decode(errors="replace")
+        return content if self._keep is not None else content[: content.rfind("\n") + 1]
+
+
+def _end(process: Popen[bytes]) -> None:
+    """End a child and whatever it has started."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def _signal_name(code: int | None) -> str:
+    if code is None or code >= 0:
+        return ""
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+
+
+def _child(limit_s: float, function: str, arguments: Sequence[str]) -> None:
+    """What the child process does."""
+    if hasattr(signal, "alarm"):
+        signal.alarm(math.ceil(limit_s) + _GRACE_S)
+    # Whatever else is printed, by C code too, goes to stderr.
+    pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def report(value: Any) -> None:
+        print(json.dumps(value), file=pipe, flush=True)
+
+    module, name = function.split(":")
+    getattr(importlib.import_module(module), name)(report, *arguments)

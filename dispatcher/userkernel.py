@@ -1,0 +1,127 @@
+"""What a backend gets to run somebody's own kernel, and what it gives back.
+
+A backend that can do that has one more method than :class:`dispatcher.interface.Backend` asks for; see
+:class:`KernelHost`. It is called in a process of its own, since such a kernel may crash or hang.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from dispatcher.interface import Device
+
+#: What a parameter is: a tensor to read, the tensor to write, a ``size_t`` or a ``double``.
+Kind = Literal["input", "output", "size", "double"]
+
+#: Bytes before and behind each tensor on the device, and the value of each of them. A float of any width that is
+#: made of such bytes is NaN, so that what a kernel reads there shows in its result.
+MARGIN_BYTES = 4096
+MARGIN = 0xFF
+
+_PLAIN_PATH = re.compile(r"[\w./+-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class UserKernel:
+    """A kernel file and how to call the function in it.
+
+    Attributes:
+        file: path of the file, for messages.
+        text: its contents.
+        include_folder: where ``#include "..."`` looks: the folder of the file.
+        entry: name of the function.
+        parameters: (name, kind) of each of its parameters, in order.
+        dtype: of every tensor: ``float16``, ``float32`` or ``float64``.
+        global_size: work items, or threads, per dimension, x first, in whole groups; None for a function of the
+            host that launches kernels itself.
+        local_size: work items of a group, or threads of a block, per dimension; None leaves it to the runtime.
+        build_options: for the compiler, as they are.
+    """
+
+    file: str
+    text: str
+    include_folder: str
+    entry: str
+    parameters: tuple[tuple[str, Kind], ...]
+    dtype: str
+    global_size: tuple[int, ...] | None = None
+    local_size: tuple[int, ...] | None = None
+    build_options: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> UserKernel:
+        """The kernel whose fields, in JSON or not, are ``fields``: the inverse of :func:`dataclasses.asdict`."""
+        whole = dict(fields)
+        for name in ("global_size", "local_size", "build_options"):
+            whole[name] = None if whole[name] is None else tuple(whole[name])
+        whole["parameters"] = tuple((name, kind) for name, kind in whole["parameters"])
+        return UserKernel(**whole)
+
+    def declaration(self, types: Mapping[Kind, str]) -> str:
+        """The function's head, such as ``solution(const float* input, size_t width)``."""
+        return f"{self.entry}({', '.join(f'{types[kind]} {name}' for name, kind in self.parameters)})"
+
+    def source(self) -> str:
+        """The text, in which compilers find the file's name and lines."""
+        return f"#line 1 {json.dumps(Path(self.file).name, ensure_ascii=False)}\n{self.text}\n"
+
+    def include_path(self, scratch: Path) -> str:
+        """The include folder under a name that no compiler splits at a space or a comma.
+
+        Args:
+            scratch: a folder to put a link into, where one is needed.
+        """
+        if _PLAIN_PATH.fullmatch(self.include_folder):
+            return self.include_folder
+        link = scratch / "include"
+        if not link.is_symlink():
+            link.symlink_to(self.include_folder, target_is_directory=True)
+        return str(link)
+
+
+class LoadedKernel(Protocol):
+    """A kernel that is built and ready to run, with its tensors in the device's memory."""
+
+    def place(self, name: str, array: np.ndarray) -> None:
+        """Put ``array`` into memory of its own as parameter ``name``, with :data:`MARGIN_BYTES` on both sides.
+
+        Raises:
+            DeviceMemoryError: the device has no room for it.
+        """
+
+    def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
+        """Copy the tensor of parameter ``name`` into ``array``; returns what is in the margins."""
+
+    def launch(self, numbers: Mapping[str, int | float]) -> float | None:
+        """Run once with these sizes and doubles, and wait for the end.
+
+        Returns:
+            Seconds on the device's clock; None where it does not tell.
+
+        Raises:
+            KernelError: it failed.
+        """
+
+
+@runtime_checkable
+class KernelHost(Protocol):
+    """A backend that runs kernels of its users."""
+
+    def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
+        """Build ``kernel`` for ``device``.
+
+        Args:
+            scratch: a folder for files, which goes away afterwards.
+
+        Raises:
+            InputError: it has no such function, or one with other parameters, or sizes that the device refuses.
+            DeviceError: the device cannot run such kernels.
+            BuildError: the compiler refused it.
+        """

@@ -1,0 +1,583 @@
+"""Users' own OpenCL kernels: every verdict, what is refused, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Install
+from fakes import CONV, MAXMAX, FakeBackend
+
+import cli
+import dispatcher
+from dispatcher import judging
+from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.interface import Device
+from dispatcher.judging import Judgement, size_names, verify_kernel
+from dispatcher.loader import load_problem
+from dispatcher.selection import backend_devices
+from dispatcher.userkernel import UserKernel
+from tests.strategies import REQUIRED
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = (ROOT / "docs" / "your-kernel.md").read_text(encoding="utf-8")
+SOURCE = re.findall(r"```c\n(.*?)```", GUIDE, re.DOTALL)[0]
+
+#: A matrix product over channels with every kind of parameter: two factors, one for each channel and one for all.
+PROBLEM = {
+    "name": "scaled-product",
+    "title": "Product over channels, scaled",
+    "parameters": [
+        {"name": "input", "type": "tensor", "const": True, "shape": ["n", "ic", "d", "h", "w"]},
+        {"name": "weights", "type": "tensor", "const": True, "shape": ["ic", "oc", 1, 1, 1]},
+        {"name": "scale", "type": "tensor", "const": True, "shape": [1, "oc", 1, 1, 1]},
+        {"name": "output", "type": "tensor", "const": False},
+        *({"name": name, "type": "size_t"} for name in ("n", "ic", "oc", "d", "h", "w")),
+        {"name": "factor", "type": "double"},
+    ],
+    "pipeline": [
+        {"op": "conv_transpose3d", "weight": "weights"},
+        {"op": "scale", "by": "scale"},
+        {"op": "scale", "by": "factor"},
+    ],
+    "cases": {"sample": {"n": 2, "ic": 5, "oc": 7, "d": 2, "h": 3, "w": 5, "factor": -1.25}},
+}
+PRODUCT = """
+#ifndef READ
+#define READ(p, i) (p)[i]
+#define WRITE(p, i, value) (p)[i] = (value)
+#endif
+#ifdef DOUBLE
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#endif
+__kernel void solution(__global const T* input, __global const T* weights, __global const T* scale,
+                       __global T* output, ulong n, ulong ic, ulong oc, ulong d, ulong h, ulong w, double factor)
+{
+    const ulong x = get_global_id(0), y = get_global_id(1), z = get_global_id(2);
+    const ulong voxels = d * h * w;
+    if (x >= voxels || y >= oc || z >= n) return;
+    ACCUMULATOR sum = 0;
+    for (ulong c = 0; c < ic; ++c)
+        sum += READ(input, (z * ic + c) * voxels + x) * READ(weights, c * oc + y);
+    WRITE(output, (z * oc + y) * voxels + x, sum * READ(scale, y) * (ACCUMULATOR)factor);
+}
+"""
+TYPES = {
+    "float32": ("-DT=float", "-DACCUMULATOR=float"),
+    "float64": ("-DT=double", "-DACCUMULATOR=double"),
+    "float16": (
+        "-DT=half", "-DACCUMULATOR=float", "-DREAD(p,i)=vload_half((i),(p))", "-DWRITE(p,i,v)=vstore_half((v),(i),(p))",
+    ),
+}  # fmt: skip
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    """An OpenCL device, or a skip."""
+    found = backend_devices("opencl")
+    usable = [each for each in found if each.available]
+    if not usable:
+        (pytest.fail if "opencl" in REQUIRED else pytest.skip)(f"opencl: {found[0].reason}")
+    return usable[0].id
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A function that writes a kernel file, the guide's unless said otherwise, with texts replaced."""
+
+    def write_file(*replaced: tuple[str, str], source: str = SOURCE, name: str = "mine.cl") -> Path:
+        for old, new in replaced:
+            assert old in source
+            source = source.replace(old, new)
+        path = tmp_path / name
+        path.write_text(source, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def judge(path: Path, device: str, **options: Any) -> Judgement:
+    """The verdict on a kernel for the plain convolution."""
+    given = {"global_size": "output_elements", "timeout_s": 40.0, "repeats": 2, "warmup": 0, **options}
+    (judgement,) = verify_kernel(CONV, path, device=device, **given)
+    return judgement
+
+
+# ---- right kernels -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", ["sample", "odd"])
+def test_the_guide_s_kernel_is_right_and_timed(write: Write, device: str, case: str) -> None:
+    judgement = judge(write(), device, case=case, repeats=3, local_size=32)
+    assert (judgement.outcome, judgement.reason, judgement.exit_code) == ("passed", "", 0)
+    assert judgement.device.id == device
+    assert len(judgement.times_s) == len(judgement.kernel_s) == 3
+    assert judgement.median_s is not None
+    assert 0 < judgement.median_s <= max(judgement.times_s)
+    assert judgement.kernel.global_size is not None
+    assert judgement.kernel.global_size[0] % 32 == 0
+    assert judgement.kernel.global_size[0] - 32 < judgement.operator.output_shape[0] * 10**6
+    (check,) = judgement.checks
+    assert check.comparison is not None
+    assert check.comparison.max_error_over_bound < 1
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_dtype_and_every_kind_of_parameter(write: Write, device: str, dtype: str) -> None:
+    (judgement,) = verify_kernel(
+        PROBLEM, write(source=PRODUCT), device=device, dtype=dtype, build_options=TYPES[dtype], repeats=1,
+        global_size=["output_depth * output_height * output_width", "output_channels", 2], local_size="8, 1, 1",
+    )  # fmt: skip
+    assert (judgement.outcome, judgement.reason) == ("passed", "")
+    assert judgement.kernel.global_size == (32, 7, 2)
+
+
+def test_several_kinds_of_inputs(write: Write, device: str) -> None:
+    judgement = judge(write(), device, inputs=["integers", "one_inf", "signed"])
+    assert judgement.passed
+    assert [check.inputs for check in judgement.checks] == ["integers", "one_inf", "signed"]
+    # A kernel that treats NaN as zero is right on numbers alone.
+    drops = write(("output[place] = sum", "output[place] = isnan(sum) ? 0.0f : sum"))
+    assert judge(drops, device).passed
+    judgement = judge(drops, device, inputs=["signed", "one_nan"])
+    assert (judgement.outcome, judgement.exit_code) == ("wrong", 1)
+    assert judgement.reason.startswith("on inputs 'one_nan': ")
+    assert [check.passed for check in judgement.checks] == [True, False]
+
+
+def test_files_beside_the_kernel_can_be_included(tmp_path: Path, device: str) -> None:
+    folder = tmp_path / "with space, and comma"
+    folder.mkdir()
+    (folder / "rest.h").write_text(SOURCE)
+    (folder / "mine.cl").write_text('#include "rest.h"\n')
+    assert judge(folder / "mine.cl", device).passed
+
+
+def test_timing_stops_in_time(write: Write, device: str) -> None:
+    judgement = judge(write(), device, repeats=10**9, timeout_s=10.0)
+    assert judgement.passed
+    assert len(judgement.times_s) > 10
+
+
+# ---- wrong kernels -----------------------------------------------------------------------------------------
+WRITTEN = "output[place] = sum;"
+WRONG = {
+    "value": ((WRITTEN, "output[place] = 1.001f * sum;"), "elements are wrong; the worst, at ("),
+    "one element": ((WRITTEN, "output[place] = place == 77 ? 2.0f : sum;"), "1 of 20160 elements are wrong"),
+    "unwritten tail": ((WRITTEN, "if (place < 20000) output[place] = sum;"), "160 are NaN where the reference is not"),
+    "added to what was there": ((WRITTEN, "output[place] += sum;"), "20160 are NaN"),
+    "input": (
+        (WRITTEN, "output[place] = sum; if (place == 0) ((__global float*)input)[3] = 0.5f;"),
+        "the run changed the input tensor input",
+    ),
+    "behind": (
+        (WRITTEN, "output[place] = sum; if (place == 0) output[20160] = output[20161] = 0.5f;"),
+        "it wrote beside output: 8 bytes, the nearest 0 bytes behind the end of it",
+    ),
+    "in front": (
+        (WRITTEN, "output[place] = sum; if (place == 0) ((__global float*)kernel_)[-2] = 0.5f;"),
+        "it wrote beside kernel: 4 bytes, the nearest 4 bytes in front of it",
+    ),
+    "reads behind": ((WRITTEN, "output[place] = sum + 1e-9f * input[1680];"), "20160 are NaN"),
+    "second launch": (
+        (WRITTEN, "output[place] = isnan(output[place]) ? sum : sum + 1.0f;"),
+        "a repeated launch gave another result than the first: 20160 of 20160",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_kernel_is_wrong(write: Write, device: str, fault: str) -> None:
+    change, reason = WRONG[fault]
+    judgement = judge(write(change), device)
+    assert (judgement.outcome, judgement.exit_code) == ("wrong", 1)
+    assert reason in judgement.reason
+    assert next(check.launch for check in judgement.checks if not check.passed) == (
+        "last" if fault == "second launch" else "first"
+    )
+    assert judgement.times_s == ()
+    assert judgement.median_s is judgement.gflops is None
+
+
+def test_a_crash_is_a_verdict(write: Write, device: str) -> None:
+    judgement = judge(write((WRITTEN, "*(volatile __global float*)(place + 8) = sum;")), device)
+    assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
+    assert re.search(
+        r"it crashed with SIG(SEGV|BUS|ABRT).*while running on inputs 'signed'", judgement.reason
+    )
+
+
+def test_a_hang_is_a_verdict_and_leaves_nothing(
+    write: Write, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(judging.tempfile, "tempdir", str(scratch))
+    kernel = write((WRITTEN, "volatile int on = 1; while (on) ; output[place] = sum;"))
+    start = time.monotonic()
+    judgement = judge(kernel, device, timeout_s=8.0)
+    assert time.monotonic() - start < 30
+    assert (judgement.outcome, judgement.exit_code) == ("timed out", 1)
+    assert judgement.reason == "no end within 8 s, while running on inputs 'signed'"
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_kernel_that_does_not_build_shows_the_compiler_s_log(write: Write, device: str) -> None:
+    judgement = judge(write((WRITTEN, "output[place] = total;")), device)
+    assert (judgement.outcome, judgement.exit_code) == ("build failed", 4)
+    assert "total" in judgement.reason
+    assert f"mine.cl:{SOURCE[: SOURCE.index(WRITTEN)].count(chr(10)) + 1}" in judgement.log
+    assert judgement.checks == ()
+
+
+def test_a_long_log_is_cut() -> None:
+    log = "\n".join(f"line {number}" for number in range(100))
+    assert judging.trimmed(log).splitlines()[-1] == "... and 70 more lines"
+    assert judging.trimmed("one\ntwo") == "one\ntwo"
+
+
+def test_what_a_kernel_prints_does_no_harm(write: Write, device: str) -> None:
+    kernel = write((WRITTEN, 'output[place] = sum; if (place < 9) printf("{\\"stage\\": 1}\\n");'))
+    assert judge(kernel, device, build_options=["-cl-std=CL1.2"]).passed
+
+
+def test_no_room_on_the_device_is_a_verdict(device: str, tmp_path: Path) -> None:
+    from backends.opencl import BACKEND
+
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (1 << 44,), (0,))
+    kernel = user_kernel(SOURCE)
+    loaded = BACKEND.load_kernel(
+        kernel, next(each for each in BACKEND.probe() if each.id == device), tmp_path
+    )
+    with pytest.raises(DeviceMemoryError, match="input takes 70368744185856 bytes"):
+        loaded.place("input", huge)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+def user_kernel(text: str, **fields: Any) -> UserKernel:
+    """A kernel for the plain convolution."""
+    problem = load_problem(CONV)
+    kinds: Any = {"size_t": "size", "double": "double"}
+    parameters = tuple(
+        (p.name, kinds.get(p.type, "input" if p.const else "output")) for p in problem.parameters
+    )
+    given = {"global_size": (64,), **fields}
+    return UserKernel("mine.cl", text, "/nowhere", "solution", parameters, "float32", **given)
+
+
+SIGNATURES = {
+    "name": (("void solution(", "void convolve("), "has no __kernel 'solution'; it has convolve"),
+    "count": (("ulong groups", "ulong groups, ulong more"), "has 26 parameters; expected 25: solution(__global const"),
+    "size": (("ulong depth, ulong", "uint depth, ulong"), "parameter 7 (depth) is uint; expected ulong, as in"),
+    "double": (("ulong depth, ulong", "double depth, ulong"), "parameter 7 (depth) is double; expected ulong"),
+    "pointer": (("const float* input", "const int* input"), "(input) is int*; expected __global const float*"),
+    "number for a pointer": (("ulong groups)", "__global float* groups)"), "(groups) is float*; expected ulong"),
+    "space": (("__global const float* kernel_", "__local const float* kernel_"), "parameter 2 (kernel)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SIGNATURES)
+def test_another_parameter_list_is_refused(write: Write, device: str, fault: str) -> None:
+    change, message = SIGNATURES[fault]
+    changes = [change]
+    if fault == "number for a pointer":
+        changes += [("in_channels / groups", "in_channels"), ("out_channels / groups", "out_channels")]
+    with pytest.raises(InputError) as caught:
+        judge(write(*changes), device)
+    assert message in str(caught.value)
+
+
+def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> None:
+    kernel = write(
+        ("__global const float* input", "__global const float4* vectors"),
+        (
+            "    const long OD",
+            "    __global const float* input = (__global const float*)vectors;\n    const long OD",
+        ),
+    )
+    assert judge(kernel, device).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_size": None}, "global_size is missing, which .cl files need"),
+        ({"global_size": "output_elements, 1, 1, 1"}, "expected one to three sizes"),
+        (
+            {"global_size": "elements"},
+            "global_size 'elements': there is no size 'elements'; there are output_batch,",
+        ),
+        ({"global_size": "output_elements / 11"}, "is not divisible by 11"),
+        ({"global_size": 0}, "global_size 0 is 0; expected 1 or more"),
+        ({"global_size": 1.5}, "global_size"),
+        ({"global_size": [True]}, "expected numbers or expressions"),
+        ({"local_size": "8, 8"}, "expected as many sizes in both"),
+        ({"local_size": 1 << 20}, "local_size is (1048576,); this device takes"),
+        ({"entry": "a b"}, "entry is 'a b'; expected the name of a function"),
+        ({"build_options": "-DX"}, "build_options is '-DX'; expected a list"),
+        ({"timeout_s": 0}, "timeout_s is 0; expected a number of seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"inputs": ["odd"]}, "inputs is ['odd']; expected some of signed"),
+        ({"inputs": []}, "inputs is []"),
+        ({"batch_size": 0}, "the batch is empty"),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    write: Write, device: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        judge(write(), device, **options)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"expected a file that ends in \.cl or \.cu"):
+        judge(tmp_path / "mine.py", "opencl")
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        judge(tmp_path / "mine.cl", "opencl")
+    (tmp_path / "mine.cl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="it is not a text in UTF-8"):
+        judge(tmp_path / "mine.cl", "opencl")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        judge(tmp_path, "opencl") if tmp_path.suffix else judge(
+            folder_named(tmp_path / "folder.cl"), "opencl"
+        )
+
+
+def folder_named(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_a_device_of_another_backend_is_refused(write: Write, device: str) -> None:
+    with pytest.raises(DeviceError, match=r"numpy: it cannot run \.cl files; name a device of opencl"):
+        judge(write(), "numpy")
+    with pytest.raises(DeviceError, match="opencl:99"):
+        judge(write(), "opencl:99")
+    judgement = judge(write(), f"numpy,{device}")
+    assert judgement.passed
+    assert judgement.skipped == (("numpy", "it cannot run .cl files"),)
+    assert judge(write(), "auto").passed
+
+
+def test_a_backend_may_have_no_such_kernels(
+    write: Write, install_backends: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_backends(FakeBackend("opencl", unavailable="nothing here"))
+    with pytest.raises(DeviceError, match="nothing here"):
+        judge(write(), "all")
+
+
+def test_doubles_need_double_precision(tmp_path: Path) -> None:
+    pytest.importorskip("pyopencl")
+    from backends.opencl.userkernel import load_kernel
+
+    runtime: Any = types.SimpleNamespace(facts=types.SimpleNamespace(vec_double=0))
+    device: Any = types.SimpleNamespace(id="opencl:7", name="Tiny")
+    kernel = user_kernel(SOURCE)
+    doubled = UserKernel("m.cl", "", "/", "f", (("factor", "double"),), "float32", (1,))
+    with pytest.raises(
+        DeviceError, match=r"opencl:7 \(Tiny\) has no double precision .* parameter factor, a double,"
+    ):
+        load_kernel(runtime, doubled, device, tmp_path)
+    with pytest.raises(DeviceError, match="which float64 needs"):
+        load_kernel(runtime, UserKernel(**{**vars(kernel), "dtype": "float64"}), device, tmp_path)
+
+
+def test_one_of_several_devices_may_not_be_able_to(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Device("opencl", index, f"Device {index}", "gpu") for index in range(2))
+    monkeypatch.setattr(judging, "_places", lambda backend, device, file: [(one, ()), (two, ())])
+    unable: Any = {"failure": {"kind": "DeviceError", "message": "no doubles", "log": ""}}
+    broken: Any = {"failure": {"kind": "BuildError", "message": "refused", "log": ""}}
+
+    def outcomes(*reports: Any) -> list[tuple[str, int]]:
+        left = list(reports)
+        monkeypatch.setattr(judging, "run_child", lambda *arguments: ended(0, "", left.pop(0)))
+        found = verify_kernel(CONV, write(), device="all", global_size=1)
+        return [(each.outcome, each.exit_code) for each in found]
+
+    assert outcomes(unable, broken) == [("unsupported", 0), ("build failed", 4)]
+    assert outcomes(broken, unable) == [("build failed", 4), ("unsupported", 0)]
+    with pytest.raises(DeviceError, match="no doubles"):
+        outcomes(unable, unable)
+
+
+def test_the_names_of_sizes() -> None:
+    problem = load_problem(MAXMAX)
+    names = size_names(bind_arguments(problem, sort_arguments(problem, {}), case="sample"))
+    assert [names[name] for name in judging.OUTPUT_SIZES] == [2, 1, 2, 2, 3]
+    assert names["output_elements"] == 24
+    assert names["out_channels"] == 6
+
+
+# ---- how a child's end becomes a verdict -------------------------------------------------------------------
+def ended(code: int | None, signal: str, *reports: Any, printed: str = "") -> Any:
+    from dispatcher.childprocess import Ended
+
+    return Ended(code, signal, reports, printed)
+
+
+def verdict(end: Any) -> dict[str, Any]:
+    device: Any = types.SimpleNamespace(id="opencl:0", name="One")
+    trial = judging._Trial(None, user_kernel(""), device, Path(), [], 0)  # type: ignore[arg-type]
+    return trial.judge(end, 5.0, None)
+
+
+def test_an_exit_is_a_crash() -> None:
+    found = verdict(ended(3, "", {"stage": "building"}, {"stage": "running"}, printed="bye\n"))
+    assert found == {"outcome": "crashed", "reason": "the process ended with exit code 3: bye, while running"}
+    found = verdict(ended(-9, "SIGKILL", {"stage": "running"}))
+    assert "which systems send when memory runs out" in found["reason"]
+
+
+def test_what_happens_before_the_kernel_is_not_its_fault() -> None:
+    for end in (ended(None, ""), ended(-11, "SIGSEGV", {"stage": "opening the device"})):
+        with pytest.raises(DeviceError, match="could not be opened"):
+            verdict(end)
+
+
+def test_caught_errors() -> None:
+    def failure(error: Exception) -> Any:
+        reports: list[Any] = [{"stage": "building"}]
+
+        def fail(report: Any, folder: Path) -> None:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(judging, "_try_out", fail)
+            patch.setattr(judging, "_dump_no_core", lambda: None)
+            judging.child(reports.append, "")
+        return verdict(ended(0, "", *json.loads(json.dumps(reports))))
+
+    assert failure(BuildError("refused", "a\nlog")) == {
+        "outcome": "build failed", "reason": "refused", "log": "a\nlog",
+    }  # fmt: skip
+    assert failure(DeviceMemoryError("too big"))["outcome"] == "out of memory"
+    assert failure(MemoryError())["reason"] == "MemoryError, while building"
+    assert failure(KernelError("illegal address"))["outcome"] == "crashed"
+    with pytest.raises(InputError, match="no such function"):
+        failure(InputError("no such function"))
+    with pytest.raises(DeviceError, match="no doubles"):
+        failure(DeviceError("no doubles"))
+    with pytest.raises(KernelError, match="opencl:0 failed while building: odd"):
+        failure(RuntimeError("odd"))
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """A function that runs ``verify`` and returns its exit code and what it printed."""
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main(["verify", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+def test_the_command_reports_in_words_and_as_json(run: Any, write: Write, device: str) -> None:
+    words = [CONV, "--kernel", str(write()), "--global-size", "ceil(output_elements / 1)", "--local-size", "16",
+             "--device", device, "--repeat", "3", "--inputs", "signed", "--inputs", "integers"]  # fmt: skip
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    assert "verdict   passed" in out
+    assert "global size 20160, local size 16" in out
+    assert "on the device's clock (median of 3" in out
+    code, out, err = run(*words, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (report["schema"], report["command"], report["passed"]) == (1, "verify", True)
+    (result,) = report["results"]
+    assert result["outcome"] == "passed"
+    assert result["global_size"] == [20160]
+    assert len(result["times_s"]) == 3
+    assert [check["inputs"] for check in result["checks"]] == ["signed", "integers"]
+    assert set(result) >= {
+        "problem",
+        "case",
+        "seed",
+        "device",
+        "kernel",
+        "entry",
+        "median_s",
+        "gflops",
+        "log",
+    }
+
+
+def test_exit_codes(run: Any, write: Write, device: str) -> None:
+    def code(path: Path, *more: str) -> tuple[int, str]:
+        found, out, err = run(
+            CONV, "--kernel", str(path), "--global-size", "output_elements", "--device", device, *more
+        )
+        assert "Traceback" not in out + err
+        assert err.count("\n") == 1
+        return found, err
+
+    assert code(write((WRITTEN, "output[place] = 0.0f;")), "--json")[0] == 1
+    assert code(write((WRITTEN, "output[place] = nothing;")))[0] == 4
+    assert code(write(), "--entry", "other")[0] == 2
+    assert code(write(), "--device", "numpy")[0] == 3
+    assert code(Path("missing.cl"))[0] == 2
+    assert code(write(), "--timeout", "soon") == (
+        2,
+        "error: --timeout is 'soon'; expected a number of seconds above 0\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([CONV, "--entry", "f"], "--entry is given without --kernel"),
+        ([CONV, "--inputs", "signed"], "--inputs is given without --kernel"),
+        ([CONV, "--kernel", "a.cl", "--algorithm", "direct"], "--algorithm and --kernel are both given"),
+        ([CONV, "--kernel", "a.cl", "--option", "box=1x1"], "--option and --kernel are both given"),
+        (["--kernel", "a.cl"], "--kernel is for one problem, and 0 are given"),
+        ([CONV, MAXMAX, "--kernel", "a.cl"], "--kernel is for one problem, and 2 are given"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Any, words: list[str], message: str) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_the_guide_s_python_runs(
+    write: Write, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(name="conv.cl")
+    monkeypatch.chdir(tmp_path)
+    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(program, namespace)
+    assert namespace["verdict"].passed
+    assert isinstance(namespace["verdict"], dispatcher.Judgement)
+
+
+def test_the_guide_names_every_verdict_option_and_kind() -> None:
+    from typing import get_args
+
+    for name in (*get_args(judging.Outcome), *judging.OUTPUT_SIZES, judging.OUTPUT_ELEMENTS, *judging.KINDS):
+        assert f"`{name}`" in GUIDE or name == "signed"
+    for option in (
+        "entry",
+        "global-size",
+        "local-size",
+        "build-option",
+        "timeout",
+        "inputs",
+        "repeat",
+        "kernel",
+    ):
+        assert f"--{option}" in GUIDE
