@@ -73,7 +73,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: list[str]) 
     result = Machine(tmp_path / "system", prefix / "etc" / "OpenCL" / "vendors", tmp_path / "cache", {})
     result.system.mkdir()
     result.prefix_vendors.mkdir(parents=True)
-    for variable in (*icd.USER_VARIABLES, icd.OWN_VARIABLE):
+    monkeypatch.setattr(icd, "DRIVER_LIBRARIES", ())
+    for variable in (*icd.USER_VARIABLES, icd.OWN_VARIABLE, icd.LISTED_VARIABLE):
         monkeypatch.setenv(variable, "")  # so that the value before the test is restored after it
         monkeypatch.delenv(variable)
     monkeypatch.setenv("XDG_CACHE_HOME", str(result.cache))
@@ -198,6 +199,39 @@ def test_a_runtime_of_the_python_environment_is_added(machine: Machine) -> None:
     assert [entry.reason for entry in report.entries if not entry.used] == [
         f"{machine.system / 'same.icd'} has the same name"
     ]
+
+
+def test_libraries_that_another_loaders_variable_names_are_added(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.system_icd("pocl.icd", "libpocl.so.2.12.0\n")
+    missing = tmp_path / "libmissing.so"
+    monkeypatch.setenv(icd.LISTED_VARIABLE, f"libpocl.so.2:libgpu-opencl.so.1:{missing}")
+    report = icd.prepare_icd_vendors()
+    assert content(report.vendors) == {
+        "pocl.icd": "libpocl.so.2.12.0\n",
+        "libgpu-opencl.so.1.icd": "libgpu-opencl.so.1\n",
+    }
+    assert "does not exist" in entry_of(report, "libmissing.so.icd").reason
+    assert icd.prepare_icd_vendors() == report
+
+
+def test_a_drivers_library_is_added_where_it_is_installed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        icd, "DRIVER_LIBRARIES", ("libgpu-opencl.so.1", "libother-opencl.so.1", "libnamed.so.1")
+    )
+    machine.system_icd("named.icd", "/nowhere/libnamed.so.1\n")
+    machine.system_icd("again.icd", "libnamed.so\n")
+    errors = {"libother-opencl.so.1": "no such file"}
+    monkeypatch.setattr(icd, "load_error", errors.get)
+    report = icd.prepare_icd_vendors()
+    assert content(report.vendors) == {
+        "again.icd": "libnamed.so\n",
+        "libgpu-opencl.so.1.icd": "libgpu-opencl.so.1\n",
+    }
+    assert "driver" in entry_of(report, "libgpu-opencl.so.1.icd").reason
 
 
 def test_intel_is_not_added_twice(machine: Machine, intel: str, tmp_path: Path) -> None:

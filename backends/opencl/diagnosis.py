@@ -19,7 +19,7 @@ INSTALL = "pip install 'kernel-dispatcher[cpu]', or install your system's OpenCL
 VARIABLES = {
     "OCL_ICD_VENDORS": "the loader reads .icd files from there only",
     "OPENCL_VENDOR_PATH": "the loader reads .icd files from there only",
-    "OCL_ICD_FILENAMES": "the loader in PyOpenCL's wheel does not know it; use OCL_ICD_VENDORS",
+    "OCL_ICD_FILENAMES": "the libraries that it names are added to what the loader reads",
     "POCL_CACHE_DIR": "PoCL keeps compiled kernels there",
     "POCL_DEVICES": "PoCL lists these devices only",
     "PYOPENCL_CTX": "it is not used here; name a device with --device or DISPATCHER_DEVICE",

@@ -8,6 +8,9 @@ loader does not read.
 
 `prepare_icd_vendors` closes that gap. It makes a private folder with the `.icd` files of the system and of
 the Python environment, plus one with the true path of Intel's library, and points `OCL_ICD_VENDORS` at it.
+It does the same for the libraries that `OCL_ICD_FILENAMES` names, which that loader does not read, and for the
+OpenCL library of a GPU driver that no `.icd` file names, as in containers that get their driver from the host.
+
 A runtime that the loader finds in a way of its own (`pocl-binary-distribution`) is not affected.
 """
 
@@ -21,7 +24,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +35,12 @@ SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
 # How a user tells the loader where to look. The second variable is older and is read by the same loader.
 USER_VARIABLES = ("OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH")
+
+# Libraries of runtimes, with the system's path separator between them, for other loaders than PyOpenCL's.
+LISTED_VARIABLE = "OCL_ICD_FILENAMES"
+
+# What GPU drivers bring, which the linker finds where such a driver is installed.
+DRIVER_LIBRARIES = ("libnvidia-opencl.so.1",)
 
 # Holds the same path as OCL_ICD_VENDORS when this module set it, so that a child process, which inherits
 # both, does not take our folder for the user's own choice.
@@ -123,6 +132,8 @@ def prepare_icd_vendors() -> IcdReport:
     intel = _intel_entry(entries)
     if intel is not None:
         entries.append(intel)
+    entries += _listed_entries(entries)
+    entries += _driver_entries(entries)
     entries = [_left_out(entry) if entry.library in deadly else entry for entry in entries]
     if not any(_is_addition(entry) or entry.library in deadly for entry in entries):
         reason = f"nothing to add to {SYSTEM_VENDORS}"
@@ -297,6 +308,33 @@ def _intel_entry(found: Iterable[IcdEntry]) -> IcdEntry | None:
     if error is not None:
         return IcdEntry(icd_file, library, False, f"it cannot be loaded: {error}; {_advice(error)}")
     return IcdEntry(icd_file, library, True, f"found in the wheel {INTEL_DISTRIBUTION}")
+
+
+def _listed_entries(found: Sequence[IcdEntry]) -> list[IcdEntry]:
+    """The libraries of ``OCL_ICD_FILENAMES`` that no `.icd` file names."""
+    entries: list[IcdEntry] = []
+    for library in filter(None, os.environ.get(LISTED_VARIABLE, "").split(os.pathsep)):
+        if _names(library, [*found, *entries]):
+            continue
+        there = not os.path.isabs(library) or os.path.exists(library)
+        reason = f"{LISTED_VARIABLE} names it" + ("" if there else ", but it does not exist")
+        entries.append(IcdEntry(Path(f"{os.path.basename(library)}.icd"), library, there, reason))
+    return entries
+
+
+def _driver_entries(found: Sequence[IcdEntry]) -> list[IcdEntry]:
+    """The OpenCL libraries of GPU drivers that are installed and that no `.icd` file names."""
+    return [
+        IcdEntry(Path(f"{library}.icd"), library, True, "a GPU driver brings it, and no .icd file names it")
+        for library in DRIVER_LIBRARIES
+        if not _names(library, found) and load_error(library) is None
+    ]
+
+
+def _names(library: str, found: Iterable[IcdEntry]) -> bool:
+    """Whether the loader hears of a library anyway, be it under another path or version."""
+    stem = os.path.basename(library).split(".so")[0]
+    return any(entry.used and os.path.basename(entry.library).split(".so")[0] == stem for entry in found)
 
 
 def _advice(error: str) -> str:
