@@ -41,7 +41,7 @@ class TensorArgument:
         array: a NumPy array in whatever layout, or an array on a CUDA device.
         shape: its extents.
         dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
-        on_device: True for an object that only has ``__cuda_array_interface__``.
+        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``.
     """
 
     array: Any
@@ -207,7 +207,8 @@ def scalar_value(name: str, value: Any) -> float:
 
 
 def tensor_argument(name: str, value: Any) -> TensorArgument:
-    """Look at a tensor: a NumPy array, anything NumPy can read as one, or an array on a CUDA device.
+    """Look at a tensor: a NumPy array, anything NumPy can read as one, or an array on a CUDA device that offers
+    ``__cuda_array_interface__`` or DLPack.
 
     Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
 
@@ -219,6 +220,12 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
         return value
     if not isinstance(value, np.ndarray):
         interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None and hasattr(value, "__dlpack_device__"):
+            from dispatcher import dlpack
+
+            if dlpack.on_cuda(value):
+                value = dlpack.take(name, value)
+                interface = value.__cuda_array_interface__
         if interface is not None:
             dtype = np.dtype(interface["typestr"])
             if dtype.kind != "f":

@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.cuda import BACKEND, dlpack, driver, toolkit
+from backends.cuda import BACKEND, driver, toolkit
 from backends.cuda.driver import DeviceArray
 from backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher import dlpack, run
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import Timings
 from dispatcher.operator import Operator
@@ -78,13 +79,16 @@ def test_a_result_feeds_the_next_call(tensors: dict[str, np.ndarray]) -> None:
     x.free()
 
 
+def _address(capsule: object) -> int:
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    return prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dltensor")
+
+
 def test_a_result_as_dlpack(tensors: dict[str, np.ndarray]) -> None:
     result = compiled(SMALL)({**tensors, "x": OnDevice(tensors["x"])})
     assert result.__dlpack_device__() == (2, 0)
     capsule = result.__dlpack__()
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    pointer = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
-    managed = dlpack.ManagedTensor.from_address(pointer(capsule, b"dltensor"))
+    managed = dlpack.ManagedTensor.from_address(_address(capsule))
     tensor = managed.tensor
     assert tensor.data == result.__cuda_array_interface__["data"][0] and tensor.ndim == 5
     assert tuple(tensor.shape[:5]) == SMALL.output_shape and tensor.strides[4] == 1
@@ -94,6 +98,52 @@ def test_a_result_as_dlpack(tensors: dict[str, np.ndarray]) -> None:
     gc.collect()
     assert kept() is not None  # the capsule holds it
     del capsule, managed, tensor
+    gc.collect()
+    assert kept() is None
+
+
+class ByDlpack:
+    """An array on the device that another library offers by DLPack alone."""
+
+    def __init__(self, array: DeviceArray, kind: int = 2) -> None:
+        self.array, self.kind, self.streams = array, kind, []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.kind, 0)
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        self.streams.append(stream)
+        return self.array.__dlpack__()
+
+
+def test_an_argument_by_dlpack(tensors: dict[str, np.ndarray]) -> None:
+    there = compiled(SMALL)({**tensors, "x": OnDevice(tensors["x"])})
+    double = conv_operator(SMALL.output_shape, 5, (1, 1, 1)).problem
+    w = 2 * np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1, 1)
+    kept = weakref.ref(there)
+    offered = ByDlpack(there)
+    result = run(double, device="cuda", x=offered, w=w)
+    assert isinstance(result, DeviceArray)
+    close(result.get(), 2 * there.get())
+    assert offered.streams == [1]
+    del there, offered
+    gc.collect()
+    assert kept() is None  # it was given back
+
+
+def test_a_dlpack_argument_of_another_type_is_refused(tensors: dict[str, np.ndarray]) -> None:
+    there = compiled(SMALL)({**tensors, "x": OnDevice(tensors["x"])})
+    kept = weakref.ref(there)
+
+    class Integers(ByDlpack):
+        def __dlpack__(self, *, stream: int | None = None) -> object:
+            capsule = super().__dlpack__(stream=stream)
+            dlpack.ManagedTensor.from_address(_address(capsule)).tensor.dtype.code = 0
+            return capsule
+
+    with pytest.raises(InputError, match=r"tensor x has DLPack dtype .*\(0, 32, 1\); expected float16"):
+        dlpack.take("x", Integers(there))
+    del there
     gc.collect()
     assert kept() is None
 

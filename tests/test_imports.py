@@ -18,6 +18,7 @@ BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if (path /
 
 #: What a backend may know of the dispatcher.
 INTERFACE = {
+    "dispatcher.dlpack",
     "dispatcher.errors",
     "dispatcher.filecache",
     "dispatcher.geometry",

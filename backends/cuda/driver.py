@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.cuda import dlpack, toolkit
+from backends.cuda import toolkit
+from dispatcher.dlpack import KDL_CUDA, capsule
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
 
 _ALIGNMENT = 256
@@ -374,11 +375,11 @@ class DeviceArray:
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (dlpack.KDL_CUDA, self._owner.index)
+        return (KDL_CUDA, self._owner.index)
 
     def __dlpack__(self, *, stream: Any = None, **versions: Any) -> Any:
         """A DLPack capsule. The result is complete, so that no stream has to wait."""
-        return dlpack.capsule(self, self._pointer, self.shape, self.dtype, self._owner.index)
+        return capsule(self, self._pointer, self.shape, self.dtype, self._owner.index)
 
     def get(self) -> np.ndarray:
         """A copy on the host."""

@@ -1,15 +1,20 @@
-"""Handing an array on the device to another library by DLPack (https://dmlc.github.io/dlpack, version 0)."""
+"""Arrays on a CUDA device, to and from other libraries by DLPack (https://dmlc.github.io/dlpack, version 0)."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from typing import Any
 
 import numpy as np
 
+from dispatcher.errors import InputError
+
 KDL_CUDA = 2
+_KDL_CUDA_MANAGED = 13
 _KDL_FLOAT = 2
+_LEGACY_DEFAULT_STREAM = 1
 
 
 class _Device(ctypes.Structure):
@@ -45,6 +50,7 @@ class ManagedTensor(ctypes.Structure):
 _exported: dict[int, tuple[Any, ...]] = {}
 _CapsuleDestructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _NAME = b"dltensor"  # a consumer renames the capsule and calls the deleter itself
+_TAKEN_NAME = b"used_dltensor"
 
 
 #: Functions of Python itself, with types of our own: those of ``ctypes.pythonapi`` belong to everybody.
@@ -52,6 +58,12 @@ _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
 )
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_SetName", ctypes.pythonapi)
+)
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)(
@@ -93,3 +105,58 @@ def capsule(owner: Any, address: int, shape: tuple[int, ...], dtype: np.dtype[An
     where = ctypes.addressof(managed)
     _exported[where] = (managed, extents, steps, owner)
     return _new_capsule(where, _NAME, _destroy)
+
+
+class TakenArray:
+    """An array that another library handed over, in the form that the CUDA backend reads."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def on_cuda(value: Any) -> bool:
+    """Whether ``value`` offers DLPack, and lies on a CUDA device."""
+    where = getattr(value, "__dlpack_device__", None)
+    return where is not None and int(where()[0]) in (KDL_CUDA, _KDL_CUDA_MANAGED)
+
+
+def take(name: str, value: Any) -> TakenArray:
+    """The array of tensor ``name`` on a CUDA device, without a copy; the library keeps its memory as long as the
+    result lives. It is complete on the legacy default stream.
+
+    Raises:
+        InputError: its elements are not floating-point numbers of 16, 32 or 64 bits, or the library refused.
+    """
+    try:
+        handed = value.__dlpack__(stream=_LEGACY_DEFAULT_STREAM)
+        address = _pointer_of(handed, _NAME)
+    except Exception as error:  # whatever the library raises
+        raise InputError(f"tensor {name} cannot be taken by DLPack: {error}") from error
+    managed = ManagedTensor.from_address(address)
+    tensor = managed.tensor
+    kind = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    if kind not in {(_KDL_FLOAT, bits, 1) for bits in (16, 32, 64)}:  # the capsule, not renamed, frees it
+        raise InputError(
+            f"tensor {name} has DLPack dtype (code, bits, lanes) {kind}; expected float16, float32 or float64"
+        )
+    size = tensor.dtype.bits // 8
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = tuple(size * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
+    _set_name(handed, _TAKEN_NAME)
+    result = TakenArray(
+        {
+            "shape": shape,
+            "typestr": f"<f{size}",
+            "data": ((tensor.data or 0) + tensor.byte_offset, False),
+            "strides": strides,
+            "version": 3,
+        }
+    )
+    weakref.finalize(result, _give_back, address)
+    return result
+
+
+def _give_back(address: int) -> None:
+    managed = ManagedTensor.from_address(address)
+    if managed.deleter:
+        managed.deleter(address)
