@@ -1,8 +1,6 @@
 """nvcc: finding it, asking it what it can do, and compiling kernels through a cache of cubins.
 
-The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one. The cache lies
-in the user's cache folder; a file there holds a digest and the cubin, so that a damaged one is noticed and
-made again, and a folder that cannot be written only costs the time to compile.
+The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from dispatcher.errors import BuildError
-from dispatcher.filecache import cache_root
+from dispatcher.filecache import FileCache
 
 KERNELS = Path(__file__).parent / "kernels"
+CUBINS = FileCache("cuda")
 ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
 _PROBE_TIMEOUT_S = 2.0
 _COMPILE_TIMEOUT_S = 300.0
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,6 @@ def architectures(toolkit: Toolkit) -> frozenset[int]:
     return frozenset(int(number) for number in re.findall(r"\bsm_(\d+)\b", answer.stdout))
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept."""
-    return cache_root() / "cuda"
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A kernel file with its defines: what is compiled.
@@ -123,7 +115,7 @@ def _sources(folder: Path) -> bytes:
 def _key(kernel: Kernel, architecture: int, toolkit: Toolkit) -> str:
     digest = hashlib.sha256(_sources(KERNELS))
     digest.update(repr((kernel, architecture, toolkit.command, toolkit.version)).encode())
-    return digest.hexdigest()[:40]
+    return digest.hexdigest()
 
 
 def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, fresh: bool = False) -> bytes:
@@ -137,32 +129,12 @@ def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, f
     Raises:
         BuildError: the compiler refused it, or did not run.
     """
-    path = cache_folder() / f"{_key(kernel, architecture, toolkit)}.cubin"
-    if not fresh:
-        with suppress(OSError):
-            content = path.read_bytes()
-            digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-            if image and hashlib.sha256(image).digest() == digest:
-                return image
-    image = compile_kernel(kernel, architecture, toolkit, device)
-    _keep(path, hashlib.sha256(image).digest() + image)
+    key = _key(kernel, architecture, toolkit)
+    image = None if fresh else CUBINS.get(key)
+    if not image:
+        image = compile_kernel(kernel, architecture, toolkit, device)
+        CUBINS.put(key, image)
     return image
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Write a cache file at once and whole, if the folder allows it."""
-    with suppress(OSError):
-        path.parent.parent.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
 
 
 def command_line(kernel: Kernel, architecture: int, toolkit: Toolkit, output: Path) -> list[str]:
