@@ -39,6 +39,7 @@ from dispatcher.steps import (
 
 MAX_GRID = 2**31 - 1
 _GENERAL_BLOCK = 256
+_UNROLLED_WINDOW = 64  # elements
 _MAX_HALO_PHASES = 64
 
 _C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
@@ -538,7 +539,13 @@ class _Lowering:
         p = np.zeros((), _POOL)
         p["count"], p["in"], p["out"] = math.prod(step.shape), step.input_shape[2:], step.shape[2:]
         p["window"], p["maximum"] = step.window, step.function == "max"
-        kernel = Kernel.of("pool.cu", self.defines(_POOL, step.source, result))
+        window = step.window if math.prod(step.window) <= _UNROLLED_WINDOW else (0, 0, 0)
+        defines = {
+            **self.defines(_POOL, step.source, result),
+            **dict(zip(("WINDOW_Z", "WINDOW_Y", "WINDOW_X"), window, strict=True)),
+            "USE_PAIRS": int(window[2] == 2 and step.input_shape[4] % 2 == 0),
+        }
+        kernel = Kernel.of("pool.cu", defines)
         pointers = ((("x",), self.value(step.source)), (("y",), Reference("value", result)))
         self.program.launches.append(
             Launch("pool", kernel, self.grid(int(p["count"])), _GENERAL_BLOCK, 0, p, pointers)
