@@ -78,10 +78,10 @@ def _busy_seconds() -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def foreign_load(window_s: float = WATCH_S) -> float | None:
+def foreign_load() -> float | None:
     """Cores that other programs keep busy, watched for a moment; None where the system does not tell."""
     meter = LoadMeter.start()
-    time.sleep(window_s)
+    time.sleep(WATCH_S)
     return meter.foreign_cores()
 
 
