@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import measure  # noqa: E402
 from bench.measure import Summary, say  # noqa: E402
+from dispatcher import charts  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
 from dispatcher.explanation import operator_dict  # noqa: E402
 from dispatcher.inputs import random_tensors  # noqa: E402
@@ -310,126 +311,65 @@ def with_table(text: str, name: str, report: Mapping[str, Any]) -> str:
 
 
 # ---- the chart ---------------------------------------------------------------------------------------------
-#: Ours in one hue, the peers in muted ones that differ in lightness as well.
-OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14")
-PEER_COLOURS = ("#c9d3dc", "#9db4c5", "#6f93ad", "#4c7391", "#8c8c8c", "#4f4f4f")
-MARKERS = "osD^vP"
-
-
 def chart(report: Mapping[str, Any], path: Path) -> None:
     """Bars of the times and a roofline, one row for each label.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     labels = list(dict.fromkeys(case["label"] for case in report["cases"]))
-    figure, axes = pyplot.subplots(
-        len(labels),
-        2,
-        figsize=(17, 5.6 * len(labels)),
-        squeeze=False,
-        width_ratios=(1.7, 1),
-        layout="constrained",
-    )
-    colours: dict[str, str] = {}
-    for each in report["contenders"]:
-        palette = PEER_COLOURS if each["device"] is None else OUR_COLOURS
-        used = sum(1 for name in colours if colours[name] in palette)
-        colours[each["name"]] = palette[used % len(palette)]
+    figure, axes = charts.new_figure(len(labels))
+    mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
+    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
+    colours = charts.colours_of(mine, peers)
     for row, label in zip(axes, labels, strict=True):
         cases = [case for case in report["cases"] if case["label"] == label]
-        _bars(row[0], report, cases, colours)
+        charts.draw_bars(
+            row[0],
+            [charts.short(case["problem"]) for case in cases],
+            [
+                charts.Bars(
+                    each["label"],
+                    colours[each["name"]],
+                    [_times(case["results"].get(each["name"])) for case in cases],
+                )
+                for each in report["contenders"]
+            ],
+        )
         _roofline(row[1], report, cases, colours)
         row[0].set_title(f"Time of a call, {label} (median, quartiles)", loc="left")
         row[1].set_title(f"Roofline, {label}", loc="left")
     machine = report["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    charts.save(figure, path)
 
 
-def short(problem: str) -> str:
-    """A problem's name without what all of them share."""
-    return problem.replace("conv-transpose-3d-", "").replace("conv-transpose3d-", "")
-
-
-def _bars(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: Mapping[str, str]) -> None:
-    contenders = report["contenders"]
-    width = 0.84 / len(contenders)
-    for position, each in enumerate(contenders):
-        places, heights, below, above = [], [], [], []
-        for index, case in enumerate(cases):
-            result = case["results"].get(each["name"])
-            if result is None:
-                continue
-            places.append(index + (position - (len(contenders) - 1) / 2) * width)
-            heights.append(1e3 * result["median_s"])
-            below.append(1e3 * (result["median_s"] - result["low_s"]))
-            above.append(1e3 * (result["high_s"] - result["median_s"]))
-        if places:
-            bars = axis.bar(
-                places, heights, width * 0.94, yerr=(below, above), color=colours[each["name"]],
-                label=each["label"], error_kw={"elinewidth": 0.8}, zorder=2,
-            )  # fmt: skip
-            axis.bar_label(
-                bars,
-                fmt=lambda ms: f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
-                fontsize=6.5,
-                padding=2,
-                rotation=90,
-            )
-    axis.set_xticks(
-        range(len(cases)), [short(case["problem"]).replace("-", "-\n", 2) for case in cases], fontsize=8
-    )
-    axis.set_yscale("log")
-    axis.set_ylabel("milliseconds (log scale; lower is better)")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * 2.5)
-    axis.grid(axis="y", which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
+def _times(result: Mapping[str, Any] | None) -> tuple[float, float, float] | None:
+    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
 
 
 def _roofline(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: Mapping[str, str]) -> None:
-    peak, bandwidth = report["probe"]["peak_gflops"], report["probe"]["copy_gbytes_per_s"]
-    intensities = [case["flops"] / case["ideal_bytes"] for case in cases]
-    left, right = min([*intensities, peak / bandwidth]) / 2, max(intensities) * 2
-    line = np.geomspace(left, right, 200)
-    axis.plot(line, np.minimum(peak, bandwidth * line), color="#333333", linewidth=1.5, zorder=2)
-    axis.annotate(f"{peak:.0f} GFLOP/s of multiply-adds", (right, peak), ha="right", va="bottom", fontsize=8)
-    axis.annotate(
-        f"{bandwidth:.0f} GB/s", (left, bandwidth * left), ha="left", va="bottom", fontsize=8,
-        xytext=(4, 8), textcoords="offset points",
-    )  # fmt: skip
+    probe = report["probe"]
+    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
     mine = [each for each in report["contenders"] if each["device"] is not None]
-    for case, intensity, marker in zip(cases, intensities, MARKERS * len(cases), strict=False):
-        best = case["best_peer"]
-        if best is not None:
-            axis.plot(
-                intensity, case["results"][best]["gflops"], marker, color="white", markeredgecolor="#4c7391",
-                markersize=8, zorder=3,
-            )  # fmt: skip
-        for each in mine:
-            if each["name"] in case["results"]:
-                rate = case["results"][each["name"]]["gflops"]
-                axis.plot(intensity, rate, marker, color=colours[each["name"]], markersize=8, zorder=4)
-        axis.plot([], [], marker, color="#777777", label=short(case["problem"]))
-    for each in mine:
-        axis.plot([], [], "s", color=colours[each["name"]], label=each["label"])
-    axis.plot([], [], "s", color="white", markeredgecolor="#4c7391", label="best peer")
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("operations per byte (each input and output once)")
-    axis.set_ylabel("GFLOP/s of the plain convolution; Winograd does fewer")
-    axis.grid(which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    best_colour = charts.PEER_COLOURS[3]
+    points: list[charts.Point] = []
+    markers: dict[str, str] = {}
+    for number, case in enumerate(cases):
+        marker = charts.MARKERS[number % len(charts.MARKERS)]
+        markers[charts.short(case["problem"])] = marker
+        intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
+        if case["best_peer"] is not None:
+            rate = results[case["best_peer"]]["gflops"]
+            points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
+        points += [
+            charts.Point(intensity, results[each["name"]]["gflops"], marker, colours[each["name"]])
+            for each in mine
+            if each["name"] in results
+        ]
+    legend = {each["label"]: (colours[each["name"]], False) for each in mine}
+    charts.draw_roofline(axis, [roof], points, markers, {**legend, "best peer": (best_colour, True)})
 
 
 # ---- the program -------------------------------------------------------------------------------------------

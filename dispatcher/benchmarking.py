@@ -277,7 +277,7 @@ def protocol() -> dict[str, Any]:
         "cold": f"{caches.nbytes} bytes of other memory were read and written on all cores right before; on a "
         "device with memory of its own, its cache was overwritten too",
         "order": "a round gives each contender one turn, in random order; a turn is a cold call, a cold call with "
-        "the device's clock, a call that is not timed, a warm call, and a warm call with the device's clock",
+        "the device's clock, a warm call, and a warm call with the device's clock",
         "rounds": f"{LEAST_ROUNDS} to {MOST_ROUNDS}, until 1.57 interquartile ranges over the square root of the "
         f"number of samples are below {SETTLED} of the median, or for {TIME_LIMIT_S:g} s for each contender; or as "
         "many as were asked for",
@@ -644,6 +644,10 @@ class _Contender:
         """One call."""
         raise NotImplementedError
 
+    def run_aside(self) -> None:
+        """One call that leaves alone what :meth:`get_ready` has made ready."""
+        self.run()
+
     def get_ready(self) -> None:
         """What has to be done before a call, outside the time."""
 
@@ -666,19 +670,27 @@ class _Contender:
         """One sample of everything."""
         for state in STATES:
             samples = self.samples[state]
-            if state == "warm":
-                self._call(witness)
-            samples.wall.append(self._call(witness, state == "cold"))
+            samples.wall.append(self._call(witness, state))
             timings = Timings()
-            wall_s = self._call(witness, state == "cold", timings)
+            wall_s = self._call(witness, state, timings)
             self._take(samples, timings, wall_s)
 
-    def _call(self, witness: _Witness | None, cold: bool = False, timings: Timings | None = None) -> float:
-        """Seconds of a call, whose result is looked at outside the time."""
+    def _call(
+        self, witness: _Witness | None, state: State | None = None, timings: Timings | None = None
+    ) -> float:
+        """Seconds of a call, whose result is looked at outside the time.
+
+        Args:
+            witness: looks at the result.
+            state: what the caches are brought into first; None leaves them alone.
+            timings: filled in by the call.
+        """
         self.get_ready()
-        if cold:
+        if state == "cold":
             host_caches().flush()
             flush_device(self.device)
+        elif state == "warm":
+            self.run_aside()
         self.calls += 1
         start = time.perf_counter()
         result = self.run(timings)
@@ -750,6 +762,7 @@ class _Ours(_Contender):
         super().__init__(operator, device.id, f"{device.id} ({device.name})", device)
         self.compile_s = compile_s
         self._output = poisoned(operator.output_shape, operator.dtype)
+        self._aside = poisoned(operator.output_shape, operator.dtype)
 
     @property
     def place(self) -> str:
@@ -759,12 +772,17 @@ class _Ours(_Contender):
     def get_ready(self) -> None:
         self._output.fill(np.nan)
 
+    def run_aside(self) -> None:
+        self._prepared(output=self._aside)
+
     def run(self, timings: Timings | None = None) -> np.ndarray:
         result: np.ndarray = self._prepared(output=self._output, timings=timings)
         return result
 
-    def _call(self, witness: _Witness | None, cold: bool = False, timings: Timings | None = None) -> float:
-        seconds = super()._call(witness, cold, timings)
+    def _call(
+        self, witness: _Witness | None, state: State | None = None, timings: Timings | None = None
+    ) -> float:
+        seconds = super()._call(witness, state, timings)
         now = self._prepared.choice.device
         if now.id != self.device.id:
             if self.calls > 1:
