@@ -769,9 +769,13 @@ def bench_command(
             text = f"other programs kept {load:.2g} cores busy while {loaded.name} was timed; trust no figure of it"
             print(f"note: {text}", file=sys.stderr)
         for failure in outcome.failures:
-            _complain(f"{loaded.name} on {failure.name}: {failure.reason}")
-            # Among all devices, one that cannot run a problem is no failure; nor is a peer that cannot.
-            if failure.error is not None and (device != "all" or not isinstance(failure.error, DeviceError)):
+            text = f"{loaded.name} on {failure.name}: {failure.reason}"
+            if failure.error is None:  # what a peer cannot do is no failure of ours
+                print(f"note: {text}", file=sys.stderr)
+                continue
+            _complain(text)
+            # Among all devices, one that cannot run a problem is no failure.
+            if device != "all" or not isinstance(failure.error, DeviceError):
                 codes.append(failure.error.exit_code)
     if codes:
         raise typer.Exit(min(codes))

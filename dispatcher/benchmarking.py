@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dispatcher import __version__, machine
+from dispatcher import __version__, machine, registry
 from dispatcher.arguments import bind_arguments, sort_arguments
 from dispatcher.compiled import PreparedCall, ProblemLike
 from dispatcher.errors import BusyError, DispatcherError, InputError, KernelError, VerificationError
@@ -437,6 +437,8 @@ def race(
         for place, device in _places(contenders).items():
             try:
                 peer = _Theirs(operator, tensors, name, place, device)
+            except Unsupported as error:
+                failures.append(Failure(name, str(error)))
             except ImportError as error:
                 failures.append(Failure(name, f"it cannot be imported: {describe(error)}"))
             except Exception as error:  # a library may raise anything about an operator that it cannot run
@@ -853,7 +855,7 @@ def device_roofline(device: Device, dtype: str) -> Roofline | None:
 
     None where its backend does not measure that, or could not.
     """
-    key = (device.id, device.name, dtype)
+    key = (registry.BACKENDS.get(device.backend, ""), device.id, dtype)  # as self-tests are kept: by module
     if key not in _rooflines:
         _rooflines[key] = None
         backend = backend_of(device)

@@ -11,8 +11,8 @@ from backends.cuda.toolkit import Kernel, Toolkit
 
 #: Numbers that a thread keeps in registers, threads of a block, and blocks for each multiprocessor.
 CHAINS, THREADS, BLOCKS_PER_PROCESSOR = 16, 256, 16
-#: Rounds of multiply-adds in a launch: about two milliseconds on a common GPU.
-ROUNDS = 20_000
+#: Rounds of multiply-adds in the launches that find out how many make a launch of :data:`RUN_S` seconds.
+FIRST_ROUNDS, RUN_S = 64, 2e-3
 #: Bytes that are copied; above the caches of all GPUs.
 COPY_BYTES = 1 << 30
 RUNS = 10
@@ -27,7 +27,7 @@ class Microbenchmarks:
         context: the opened device.
         compiler: makes the kernels.
         dtype: ``float32`` or ``float64``: of the multiply-adds.
-        rounds: rounds of multiply-adds in a launch.
+        run_s: seconds that a launch of multiply-adds should take.
         copy_bytes: bytes that are copied, a multiple of 16; a quarter of the device's memory at most.
     """
 
@@ -37,12 +37,12 @@ class Microbenchmarks:
         compiler: Toolkit,
         dtype: str = "float32",
         *,
-        rounds: int = ROUNDS,
+        run_s: float = RUN_S,
         copy_bytes: int = COPY_BYTES,
     ) -> None:
         self.dtype = dtype
         self._context, self._compiler = context, compiler
-        self._rounds = rounds
+        self._run_s = run_s
         self._words = min(copy_bytes, context.total_bytes // 4) // 16
         self._blocks = BLOCKS_PER_PROCESSOR * context.processors
         real = "double" if dtype == "float64" else "float"
@@ -61,8 +61,10 @@ class Microbenchmarks:
     def peak_gflops(self) -> float:
         """The best rate of several launches, in 1e9 operations a second."""
         threads = self._blocks * THREADS
-        seconds = self._shortest("fma_chains", [8 * threads], self._rounds)
-        return 2.0 * CHAINS * self._rounds * threads / seconds / 1e9
+        first_s = self._shortest("fma_chains", [8 * threads], FIRST_ROUNDS)
+        rounds = max(FIRST_ROUNDS, int(FIRST_ROUNDS * self._run_s / first_s))
+        seconds = self._shortest("fma_chains", [8 * threads], rounds)
+        return 2.0 * CHAINS * rounds * threads / seconds / 1e9
 
     def copy_gbytes_per_s(self) -> float:
         """Bytes read plus bytes written, in 1e9 a second; the best of several launches."""
