@@ -188,6 +188,7 @@ class Benchmark(Measured):
         seed: seed of the input tensors.
         roofline: what the device was measured to do at best; None where its backend does not measure that.
         peers: the other libraries that ran in turns with it, on the same kind of device.
+        left_out: (peer, reason) of each other library that could not.
     """
 
     device: Device = field(kw_only=True)
@@ -195,6 +196,7 @@ class Benchmark(Measured):
     seed: int = 0
     roofline: Roofline | None = None
     peers: tuple[PeerBenchmark, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def roofline_share(self) -> float | None:
@@ -228,6 +230,7 @@ class Benchmark(Measured):
             "roofline": None if self.roofline is None else asdict(self.roofline),
             "roofline_share": self.roofline_share,
             "ratios": {name: asdict(found) for name, found in self.ratios.items()},
+            "left_out": [{"peer": name, "reason": reason} for name, reason in self.left_out],
         }
 
 
@@ -357,7 +360,6 @@ def benchmark(
     for failure in outcome.failures:
         if failure.error is not None:
             raise failure.error
-        _log.warning("%s: %s", failure.name, failure.reason)
     return outcome.results[0]
 
 
@@ -463,7 +465,8 @@ def race(
         names = ", ".join(contender.name for contender in contenders)
         raise VerificationError(f"the input tensor {' and '.join(changed)} was changed by one of {names}")
     theirs = tuple(each.result() for each in contenders if isinstance(each, _Theirs))
-    ours = tuple(each.result(seed, theirs) for each in contenders if isinstance(each, _Ours))
+    left_out = tuple((failure.name, failure.reason) for failure in failures if failure.error is None)
+    ours = tuple(each.result(seed, theirs, left_out) for each in contenders if isinstance(each, _Ours))
     if progress is not None:
         progress(1.0)
     return Race(ours, theirs, tuple(failures), rounds, settled, foreign_cores)
@@ -799,7 +802,9 @@ class _Ours(_Contender):
     def error_of(self, error: DispatcherError) -> DispatcherError | None:
         return error
 
-    def result(self, seed: int, peers: Sequence[PeerBenchmark]) -> Benchmark:
+    def result(
+        self, seed: int, peers: Sequence[PeerBenchmark], left_out: tuple[tuple[str, str], ...]
+    ) -> Benchmark:
         """What came of it."""
         return Benchmark(
             **self.measured(),
@@ -808,6 +813,7 @@ class _Ours(_Contender):
             seed=seed,
             roofline=device_roofline(self.device, self.operator.dtype),
             peers=tuple(peer for peer in peers if peer.place == self.place),
+            left_out=left_out,
         )
 
 
@@ -864,7 +870,7 @@ def device_roofline(device: Device, dtype: str) -> Roofline | None:
             try:
                 found = backend.roofline(device, dtype)
             except Exception as error:  # microbenchmarks must not cost the times that are there already
-                _log.warning("what %s can do at best could not be measured: %s", device.id, describe(error))
+                _log.info("what %s can do at best could not be measured: %s", device.id, describe(error))
             else:
                 limits = (found.gflops, found.gbytes_per_s)
                 _rooflines[key] = found if all(0 < limit < math.inf for limit in limits) else None

@@ -133,8 +133,7 @@ def torch_peer(
         raise Unsupported(f"precision {operator.precision} exists on GPUs only")
     if gpu is not None and not torch.cuda.is_available():
         raise Unsupported("this PyTorch sees no CUDA device; install one that is built for CUDA")
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(False)
+    torch.set_num_threads(threads)  # PyTorch has this for the whole process only
     device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
     memory_format = torch.channels_last_3d if last else torch.contiguous_format
 
@@ -159,7 +158,8 @@ def torch_peer(
         return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
 
     def call(timings: Timings | None = None) -> np.ndarray:
-        result: np.ndarray = function(source.to(memory_format=memory_format)).contiguous().numpy()
+        with torch.no_grad():
+            result: np.ndarray = function(source.to(memory_format=memory_format)).contiguous().numpy()
         return result
 
     return call
@@ -172,7 +172,7 @@ def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: 
         # Global settings: another peer of this process may have changed them.
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
-        with torch.cuda.device(device):
+        with torch.no_grad(), torch.cuda.device(device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
             events[0].record()
             x = source.to(device).to(memory_format=memory_format)

@@ -25,10 +25,12 @@ import dispatcher
 from dispatcher import benchmarking, machine, peers, sampling
 from dispatcher.benchmarking import Race, race
 from dispatcher.errors import BusyError, InputError, KernelError, VerificationError
+from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.peers import Peer, PeerCall
 from dispatcher.registry import backend
 from dispatcher.sampling import Times, bootstrap_ratio
+from dispatcher.verifying import call_on
 
 foreign_cores = machine.LoadMeter.foreign_cores  # before the fixture of conftest.py replaces it
 
@@ -108,6 +110,36 @@ def test_64_times_the_work_takes_more_than_8_times_the_time(backend_device: Devi
     (small, *small_s), (large, *large_s) = medians
     assert 60 < large / small < 80
     assert all(b > 8 * a for a, b in zip(small_s, large_s, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_parts_of_a_call_fit_into_it(backend_device: Device, dtype: str) -> None:
+    operator = dispatcher.explain(MAXMAX, case="sample", dtype=dtype, device=backend_device.id).operator
+    tensors = random_tensors(operator, 0)
+    call = call_on(operator, tensors, backend_device.id)
+    call()
+    timings = Timings()
+    start = time.perf_counter()
+    call(timings=timings)
+    wall_s = time.perf_counter() - start
+    assert timings.clock == ("host" if backend_device.kind == "reference" else "device")
+    assert timings.shared_memory == (backend_device.kind != "gpu")
+    assert min(timings.upload_s, timings.download_s) >= 0
+    assert max(seconds for _, seconds in timings.launches) <= timings.kernel_s
+    assert timings.upload_s + timings.kernel_s + timings.download_s <= wall_s
+
+
+def test_devices_that_share_the_batch_are_timed_as_one(install_backends: Install) -> None:
+    def clock(timings: Timings) -> None:
+        timings.kernel_s, timings.clock, timings.shared_memory = 1e-6, "device", True
+
+    clocked = Clocked(devices=("One", "Two"), clock=clock)
+    install_backends(clocked)
+    found = dispatcher.benchmark(CONV, device="all-of:fake", repeats=2)
+    assert (found.name, found.clock, found.shared_memory) == ("all-of:fake", "device", True)
+    assert found.kernel_s == (1e-6, 1e-6)  # side by side, the slowest counts
+    assert found.roofline is None
+    assert clocked.steps.count("flush") == 2 * 2 * 2  # of both, before each cold call
 
 
 class LateDevice:
@@ -511,6 +543,7 @@ def test_a_peer_that_becomes_wrong_is_found(
     monkeypatch.setitem(peers.PEERS, "right", Peer("Right", (), make_peer(wears_out)))
     outcome = race(CONV, ["fake"], against="right", repeats=2)
     assert outcome.peers == () and len(outcome.results) == 1
+    assert outcome.results[0].left_out == (("right", outcome.failures[0].reason),)
     assert "wrong result on Right (cpu) (call" in outcome.failures[0].reason
 
 
@@ -620,6 +653,7 @@ def test_torch_on_a_gpu_sets_tf32_and_takes_the_device_s_times(tf32: bool) -> No
     torch = flags(
         backends=flags(cuda=flags(matmul=flags(allow_tf32=None)), cudnn=flags(allow_tf32=None)),
         cuda=flags(device=lambda device: contextlib.nullcontext(), Event=Event, synchronize=lambda: None),
+        no_grad=contextlib.nullcontext,
     )
     source = Tensor()
     call = peers._on_gpu(torch, lambda x: x, source, "cuda:0", "channels_last_3d", tf32)
