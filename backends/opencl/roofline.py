@@ -85,7 +85,7 @@ class Microbenchmarks:
         vectors = max(1, nbytes // (vector * self._items))
         nbytes = vectors * vector * self._items
         source, target = (self._runtime.buffer(nbytes) for _ in range(2))
-        cl.enqueue_fill_buffer(self._queue, source, self._real.type(0), 0, nbytes)
+        cl.enqueue_fill_buffer(self._queue, source, self._real.type(1), 0, nbytes)
         self._queue.finish()
         self._copy.set_args(source, target, np.int32(vectors))
         return 2.0 * nbytes / min(self._seconds(self._copy) for _ in range(COPY_RUNS)) / 1e9
