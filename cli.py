@@ -31,6 +31,7 @@ from dispatcher.errors import DeviceError, DispatcherError, InputError, KernelEr
 if TYPE_CHECKING:
     import numpy as np
 
+    from dispatcher.benchmarking import Race
     from dispatcher.interface import Device
     from dispatcher.judging import Judgement
     from dispatcher.operator import Operator
@@ -709,7 +710,7 @@ def _judge(
         "global_size": given["--global-size"],
         "local_size": given["--local-size"],
         "build_options": given["--build-option"] or (),
-        "timeout_s": _seconds_of("--timeout", given["--timeout"] or f"{TIMEOUT_S:g}"),
+        "timeout_s": _seconds_above_zero("--timeout", given["--timeout"] or f"{TIMEOUT_S:g}"),
         "inputs": list(KINDS) if inputs == ["all"] else inputs,
         "repeats": _whole("--repeat", given["--repeat"] or "10", 1),
     }
@@ -790,9 +791,33 @@ def bench_command(
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
-    repeat: Annotated[str, typer.Option(metavar="N", help="Timed calls.")] = "10",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER,...",
+            help="Other libraries that take turns with the devices: torch, torch-channels-last, torch-compile, "
+            "torch-compile-channels-last, onnxruntime, openvino.",
+        ),
+    ] = None,
+    repeat: Annotated[
+        str | None, typer.Option(metavar="N", help="Rounds; if left out, until the medians are known well.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="S", help="Seconds for each problem after which no round begins.")
+    ] = None,
     warmup: Annotated[str, typer.Option(metavar="N", help="Calls before them.")] = "2",
-    verify: Annotated[bool, typer.Option(help="Check the result before timing.")] = True,
+    verify: Annotated[bool, typer.Option(help="Check every result.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Measure although others use the machine.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Where to write a chart; needs the extra bench.")
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A.json B.json",
+            help="Measure nothing; say what differs between two results of bench --json by more than the noise.",
+        ),
+    ] = None,
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
     self_test: SelfTestOption = None,
@@ -800,82 +825,232 @@ def bench_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Time problems on devices, and check the results first."""
-    from dispatcher.benchmarking import Benchmark, benchmark
+    """Time problems on devices, and check the results first; exit 3 when others keep the machine busy."""
+    if compare is not None:
+        given = {"PROBLEM": problem, "--device": device, "--against": against, "--plot": plot}
+        _compare_benchmarks(*compare, [name for name, value in given.items() if value], as_json)
+        return
+    from dispatcher import benchmarking
+    from dispatcher.charts import draw_races, require_matplotlib
+    from dispatcher.machine import busy_reason
+    from dispatcher.peers import parse_peers
     from dispatcher.selection import devices, first_usable, parse_request
 
-    seed_number, repeats = _whole("--seed", seed, 0, MAX_SEED), _whole("--repeat", repeat, 1)
+    seed_number = _whole("--seed", seed, 0, MAX_SEED)
+    repeats = None if repeat is None else _whole("--repeat", repeat, 1)
+    limit = None if time_limit is None else _seconds_above_zero("--time-limit", time_limit)
     warmups = _whole("--warmup", warmup, 0)
     options = _options(algorithm, option)
+    peers = () if against is None else parse_peers(against)
+    target = None
+    if plot is not None:
+        require_matplotlib(plot)
+        target = _output_path("--plot", plot)
     chosen = _load_all(problem, settings, case, dtype, precision)
+    if not force:
+        benchmarking.refuse_when_busy()
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]
     else:
         first_usable(parse_request(device))
         places = [device]
-    results: list[tuple[str | None, Benchmark]] = []
-    failures: list[tuple[str, str, DispatcherError]] = []
-    jobs = [(*entry, place) for entry in chosen for place in places]
+    races: list[tuple[Problem, str | None, benchmarking.Race]] = []
     with _progress("timing") as advance:
-        for number, (loaded, its_case, arguments, place) in enumerate(jobs):
-            try:
-                timed = benchmark(
-                    loaded,
-                    device=place,
-                    case=its_case,
-                    dtype=dtype,
-                    precision=precision,
-                    seed=seed_number,
-                    repeats=repeats,
-                    warmup=warmups,
-                    check=verify,
-                    options=options,
-                    **arguments,
-                )
-                results.append((its_case, timed))
-                _tell_skipped(timed.skipped)
-            except InputError:
-                raise
-            except DispatcherError as failure:
-                failures.append((loaded.name, place or "auto", failure))
-            advance((number + 1) / len(jobs))
+        for number, (loaded, its_case, arguments) in enumerate(chosen):
+            outcome = benchmarking.race(
+                loaded,
+                places,
+                case=its_case,
+                dtype=dtype,
+                precision=precision,
+                seed=seed_number,
+                repeats=repeats,
+                time_limit_s=limit,
+                warmup=warmups,
+                against=peers,
+                check=verify,
+                force=True,
+                options=options,
+                progress=partial(_report_share, advance, number, len(chosen)),
+                **arguments,
+            )
+            races.append((loaded, its_case, outcome))
+            for result in outcome.results:
+                _tell_skipped(result.skipped)
     if as_json:
-        _print_json(
-            "bench",
+        _print_json("bench", _bench_report(races))
+    else:
+        _print_bench([outcome for _, _, outcome in races])
+    if target is not None and any(outcome.results for _, _, outcome in races):
+        draw_races([outcome for _, _, outcome in races], "kernel-dispatcher, times on this machine", target)
+    codes = []
+    for loaded, _, outcome in races:
+        load = outcome.foreign_cores
+        if busy_reason(load) is not None:
+            text = f"other programs kept {load:.2g} cores busy while {loaded.name} was timed; trust no figure of it"
+            print(f"note: {text}", file=sys.stderr)
+        for failure in outcome.failures:
+            text = f"{loaded.name} on {failure.name}: {failure.reason}"
+            if failure.error is None:  # what a peer cannot do is no failure of ours
+                print(f"note: {text}", file=sys.stderr)
+                continue
+            _complain(text)
+            # Among all devices, one that cannot run a problem is no failure.
+            if device != "all" or not isinstance(failure.error, DeviceError):
+                codes.append(failure.error.exit_code)
+    if codes:
+        raise typer.Exit(min(codes))
+
+
+def _bench_report(races: Sequence[tuple[Problem, str | None, Race]]) -> dict[str, Any]:
+    """What `bench --json` prints."""
+    from dispatcher.benchmarking import environment, protocol
+
+    return {
+        **environment(),
+        "protocol": protocol(),
+        "results": [{**each.as_dict(), "case": case} for _, case, race in races for each in race.results],
+        "peers": [{**each.as_dict(), "case": case} for _, case, race in races for each in race.peers],
+        "failures": [
+            {"problem": problem.name, "device": failure.name, "reason": failure.reason}
+            for problem, _, race in races
+            for failure in race.failures
+        ],
+        "races": [
             {
-                "results": [{**result.as_dict(), "case": its_case} for its_case, result in results],
-                "failures": [
-                    {"problem": name, "device": where, "reason": _one_line(error)}
-                    for name, where, error in failures
-                ],
-            },
+                "problem": problem.name,
+                "case": case,
+                "rounds": race.rounds,
+                "settled": race.settled,
+                "foreign_cores": race.foreign_cores,
+            }
+            for problem, case, race in races
+        ],
+    }
+
+
+def _compare_benchmarks(old: str, new: str, others: Sequence[str], as_json: bool) -> None:
+    """Compare two files.
+
+    Raises:
+        InputError: another option makes no sense beside that, a file is wrong, or nothing can be compared.
+    """
+    from dispatcher.comparing import TEST, compare_results
+
+    if others:
+        raise InputError(f"--compare measures nothing, so {others[0]} says nothing; give one of them")
+    found = compare_results(old, new)
+    if as_json:
+        _print_json("bench", {"comparison": found.as_dict()})
+    else:
+        if found.differences:
+            _print(
+                _table(
+                    ("PROBLEM", "WHERE", "TIME", "FIRST", "SECOND", "RATIO", "INTERVAL", "SECOND IS"),
+                    [
+                        (
+                            *(
+                                each.problem,
+                                each.where,
+                                each.what,
+                                _seconds(each.old_s),
+                                _seconds(each.new_s),
+                            ),
+                            *(f"{each.ratio:.3f}", f"{each.low:.3f} to {each.high:.3f}", each.verdict),
+                        )
+                        for each in found.differences
+                    ],
+                )
+            )
+            _print(f"\n{TEST}")
+        for title, lines in (
+            ("not compared", [f"{what}: {reason}" for what, reason in found.left_out]),
+            ("changed in between", found.changes),
+        ):
+            if lines:
+                _print(f"\n{title}:")
+                _print("\n".join(f"  {line}" for line in lines))
+    if not found.differences:
+        raise InputError(f"--compare: {old!r} and {new!r} have nothing in common that can be compared")
+
+
+def _print_bench(races: Sequence[Race]) -> None:
+    """The tables of `bench`: times, where they go, and ratios."""
+    rows = [(each.operator.problem.name, each) for race in races for each in (*race.results, *race.peers)]
+    if not rows:
+        return
+    _print(
+        _table(
+            (
+                *("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "MIN", "COLD", "KERNEL", "GFLOP/S"),
+                *("GB/S", "ROOFLINE"),
+            ),
+            [
+                (
+                    name,
+                    each.name,
+                    "no" if each.comparison is None else "yes",
+                    _seconds(each.median_s),
+                    " to ".join(map(_seconds, each.quartiles_s)),
+                    _seconds(each.warm.wall.min_s),
+                    _seconds(each.cold.wall.median_s),
+                    "" if each.warm.kernel is None else _seconds(each.warm.kernel.median_s),
+                    "" if each.gflops is None else f"{each.gflops:.3g}",
+                    "" if each.ideal_gbytes_per_s is None else f"{each.ideal_gbytes_per_s:.3g}",
+                    _share(getattr(each, "roofline_share", None)),
+                )
+                for name, each in rows
+            ],
         )
-    elif results:
+    )
+    _print("\nwhere the time goes:")
+    _print(
+        _table(
+            ("PROBLEM", "DEVICE", "COMPILE", "FIRST CALL", "UPLOAD", "KERNEL", "DOWNLOAD", "CLOCK"),
+            [
+                (
+                    name,
+                    each.name,
+                    _seconds(each.compile_s),
+                    _seconds(each.first_s),
+                    *(
+                        ""
+                        if part is None
+                        else "shared"
+                        if each.shared_memory and part is not each.warm.kernel
+                        else _seconds(part.median_s)
+                        for part in (each.warm.upload, each.warm.kernel, each.warm.download)
+                    ),
+                    each.clock or each.clock_note,
+                )
+                for name, each in rows
+            ],
+        )
+    )
+    ratios = [
+        (result.operator.problem.name, result.name, peer, found)
+        for race in races
+        for result in race.results
+        for peer, found in result.ratios.items()
+    ]
+    if ratios:
+        _print("\nhow many times as long others take (warm medians, with what the quartiles make of them):")
         _print(
             _table(
-                ("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "MIN", "GFLOP/S"),
+                ("PROBLEM", "DEVICE", "PEER", "RATIO", "SPREAD"),
                 [
-                    (
-                        result.operator.problem.name,
-                        result.device.id,
-                        "no" if result.comparison is None else "yes",
-                        _seconds(result.median_s),
-                        " to ".join(map(_seconds, result.quartiles_s)),
-                        _seconds(min(result.times_s)),
-                        f"{result.gflops:.3g}",
-                    )
-                    for _, result in results
+                    (name, where, peer, f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}")
+                    for name, where, peer, found in ratios
                 ],
             )
         )
-    for name, where, error in failures:
-        _complain(f"{name} on {where}: {_one_line(error)}")
-    # Among all devices, one that cannot run a problem is no failure.
-    codes = [
-        error.exit_code for *_, error in failures if device != "all" or not isinstance(error, DeviceError)
-    ]
-    if codes:
-        raise typer.Exit(min(codes))
+    roofs = {each.name: each.roofline for race in races for each in race.results if each.roofline}
+    if roofs:
+        _print("")
+    for name, roof in roofs.items():
+        _print(
+            f"roofline of {name}: {roof.gflops:.4g} GFLOP/s ({roof.dtype}), {roof.gbytes_per_s:.4g} GB/s, measured"
+        )
 
 
 # ---- input -------------------------------------------------------------------------------------------------
@@ -895,7 +1070,7 @@ def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
     return number
 
 
-def _seconds_of(option: str, text: str) -> float:
+def _seconds_above_zero(option: str, text: str) -> float:
     """The seconds that an option gives.
 
     Raises:
@@ -904,8 +1079,8 @@ def _seconds_of(option: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
         raise InputError(f"{option} is {text!r}; expected a number of seconds above 0")
     return seconds
 
@@ -1237,6 +1412,11 @@ def _tested_as(device: Device) -> str:
     return f"{speed:.3g} GFLOP/s" if isinstance(speed, float) else str(device.facts.get("self_test", ""))
 
 
+def _share(value: float | None) -> str:
+    """A share as per cent; empty where it is not known."""
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
 def _seconds(value: float) -> str:
     for limit, unit, factor in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
         if value < limit:
@@ -1276,6 +1456,11 @@ def _report_part(
     advance: Callable[[float], None], number: int, count: int, problem: str, device: str, done: float
 ) -> None:
     """Turn the progress of one check out of ``count`` into the progress of all."""
+    advance((number + done) / count)
+
+
+def _report_share(advance: Callable[[float], None], number: int, count: int, done: float) -> None:
+    """Turn the progress of one problem out of ``count`` into the progress of all."""
     advance((number + done) / count)
 
 

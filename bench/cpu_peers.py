@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,21 +31,12 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import measure  # noqa: E402
 from bench.measure import Summary, say  # noqa: E402
+from dispatcher import charts  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
 from dispatcher.explanation import operator_dict  # noqa: E402
 from dispatcher.inputs import random_tensors  # noqa: E402
 from dispatcher.operator import Operator  # noqa: E402
-from dispatcher.steps import (  # noqa: E402
-    ConvTranspose3d,
-    Normalize,
-    Pointwise,
-    Pool,
-    Reduce,
-    ScalarOperand,
-    Softmax,
-    Step,
-    TensorOperand,
-)
+from dispatcher.peers import PEER_SLACK, PEERS  # noqa: E402
 from dispatcher.verification import bounded_reference, compare  # noqa: E402
 
 PROGRAM, SCHEMA = "cpu_peers", 1
@@ -65,18 +55,11 @@ SEED = 0
 SMALL, FULL = "small batches", "kernelbench cases"
 SMALL_BATCH = 2
 SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
-#: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
-#: by this factor before it counts as wrong; how far each one was is part of the results.
-PEER_SLACK = 4.0
 #: Batch items that are compared with the reference; the others must be finite.
 VERIFIED_IMAGES = 3
 
 Tensors = Mapping[str, np.ndarray]
 Call = Callable[[], np.ndarray]
-
-
-class Unsupported(Exception):
-    """A peer cannot run this operator."""
 
 
 # ---- operators ---------------------------------------------------------------------------------------------
@@ -87,24 +70,6 @@ def bind_case(problem: str, batch: int | None, overrides: Mapping[str, int] | No
     return bind_arguments(loaded, sort_arguments(loaded, sizes), case="kernelbench")
 
 
-def chain(operator: Operator) -> Sequence[Step]:
-    """The steps of a pipeline in which each step reads the one before.
-
-    Raises:
-        Unsupported: a step reads another value.
-    """
-    if any(step.source != index for index, step in enumerate(operator.steps)):
-        raise Unsupported("a step reads a value that is not the one before")
-    return operator.steps
-
-
-def scalar(operand: Any) -> float:
-    """The value of a scalar operand."""
-    if not isinstance(operand, ScalarOperand):
-        raise Unsupported(f"expected a number, got {operand}")
-    return operand.value
-
-
 # ---- ours --------------------------------------------------------------------------------------------------
 def ours(operator: Operator, tensors: Tensors, device: str) -> tuple[Call, Any]:
     """A call of our compiled operator, and the operator."""
@@ -113,240 +78,6 @@ def ours(operator: Operator, tensors: Tensors, device: str) -> tuple[Call, Any]:
     compiled = dispatcher.compile(operator.problem, device=device, **known)
     x = {operator.source: tensors[operator.source]}
     return lambda: np.asarray(compiled(**x)), compiled
-
-
-# ---- PyTorch -----------------------------------------------------------------------------------------------
-def torch_peer(operator: Operator, tensors: Tensors, threads: int, *, last: bool, compiled: bool) -> Call:
-    """PyTorch, eager or compiled.
-
-    Args:
-        last: keep the convolution's tensors in the memory format channels_last_3d.
-        compiled: use torch.compile.
-    """
-    import torch
-
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(False)
-    memory_format = torch.channels_last_3d if last else torch.contiguous_format
-
-    def constant(operand: Any) -> Any:
-        array = torch.from_numpy(tensors[operand.name])
-        return array.to(memory_format=memory_format) if array.ndim == 5 else array
-
-    stages = [torch_stage(step, constant) for step in chain(operator)]
-
-    def pipeline(x: Any) -> Any:
-        for stage in stages:
-            x = stage(x)
-        return x
-
-    function: Any = pipeline
-    if compiled:
-        # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
-        torch._dynamo.config.recompile_limit = 64
-        function = torch.compile(pipeline, dynamic=False, fullgraph=True)
-
-    def call() -> np.ndarray:
-        x = torch.from_numpy(tensors[operator.source]).to(memory_format=memory_format)
-        result: np.ndarray = function(x).contiguous().numpy()
-        return result
-
-    return call
-
-
-def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One step as a PyTorch function.
-
-    Args:
-        step: what to compute.
-        constant: gives the PyTorch tensor of a tensor operand.
-    """
-    import torch
-    from torch.nn import functional as F
-
-    match step:
-        case ConvTranspose3d(geometry=geometry):
-            weight = constant(step.weight)
-            bias = None if step.bias is None else constant(step.bias).flatten()
-            strides, padding, output_padding, dilation = (
-                tuple(getattr(axis, name) for axis in geometry.axes)
-                for name in ("stride", "padding", "output_padding", "dilation")
-            )
-            groups = geometry.groups
-            return lambda x: F.conv_transpose3d(
-                x, weight, bias, strides, padding, output_padding, groups, dilation
-            )
-        case Pointwise(function="gelu"):
-            return F.gelu
-        case Pointwise(function="clamp"):
-            low, high = (scalar(operand) for operand in step.arguments)
-            return lambda x: torch.clamp(x, low, high)
-        case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-            value = constant(operand) if isinstance(operand, TensorOperand) else scalar(operand)
-            return (lambda x: x + value) if function == "add" else (lambda x: x * value)
-        case Normalize(axes=(1,), groups=1, weight=None, bias=None):
-            channels, eps = step.shape[1], step.eps
-            return lambda x: F.layer_norm(x.movedim(1, -1), (channels,), eps=eps).movedim(-1, 1)
-        case Softmax(axes=(2, 3, 4)):
-            return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
-        case Pool(function=("max" | "avg") as function, window=window):
-            pool = F.max_pool3d if function == "max" else F.avg_pool3d
-            return lambda x: pool(x, window)
-        case Reduce(function="sum"):
-            axes = step.axes
-            return lambda x: x.sum(axes, keepdim=True)
-    raise Unsupported(f"step {step.op} has no PyTorch form here")
-
-
-# ---- ONNX --------------------------------------------------------------------------------------------------
-def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
-    """The operator as an ONNX model of one input and one output, weights included."""
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    nodes: list[Any] = []
-    constants: list[Any] = []
-
-    def constant(value: Any, dtype: Any = np.float32) -> str:
-        name = f"constant_{len(constants)}"
-        constants.append(numpy_helper.from_array(np.ascontiguousarray(value, dtype), name))
-        return name
-
-    def node(op: str, *inputs: str, **attributes: Any) -> str:
-        name = f"value_{len(nodes)}"
-        nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
-        return name
-
-    value = "input"
-    for step in chain(operator):
-        match step:
-            case ConvTranspose3d(geometry=geometry):
-                padding = [axis.padding for axis in geometry.axes]
-                inputs = [value, constant(tensors[step.weight.name])]
-                if step.bias is not None:
-                    inputs.append(constant(tensors[step.bias.name].ravel()))
-                value = node(
-                    "ConvTranspose",
-                    *inputs,
-                    kernel_shape=[axis.kernel for axis in geometry.axes],
-                    strides=[axis.stride for axis in geometry.axes],
-                    pads=padding + padding,
-                    output_padding=[axis.output_padding for axis in geometry.axes],
-                    dilations=[axis.dilation for axis in geometry.axes],
-                    group=geometry.groups,
-                )
-            case Pointwise(function="gelu"):
-                value = node("Gelu", value)
-            case Pointwise(function="clamp"):
-                value = node("Clip", value, *(constant(scalar(operand)) for operand in step.arguments))
-            case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-                other = tensors[operand.name] if isinstance(operand, TensorOperand) else scalar(operand)
-                value = node("Add" if function == "add" else "Mul", value, constant(other))
-            case Normalize(axes=(1,), groups=1, weight=None, bias=None):
-                # In primitives: both libraries fuse them, and are slower with the LayerNormalization
-                # operator between two transpositions, OpenVINO several times.
-                axes = constant(step.axes, np.int64)
-                centred = node("Sub", value, node("ReduceMean", value, axes, keepdims=1))
-                variance = node("ReduceMean", node("Mul", centred, centred), axes, keepdims=1)
-                deviation = node("Sqrt", node("Add", variance, constant(step.eps)))
-                value = node("Div", centred, deviation)
-            case Softmax(axes=(2, 3, 4)):
-                flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
-                value = node("Softmax", flat, axis=2)
-                value = node("Reshape", value, constant(step.shape, np.int64))
-            case Pool(function=("max" | "avg") as function, window=window):
-                op = "MaxPool" if function == "max" else "AveragePool"
-                value = node(op, value, kernel_shape=list(window), strides=list(window))
-            case Reduce(function="sum"):
-                value = node("ReduceSum", value, constant(step.axes, np.int64), keepdims=1)
-            case _:
-                raise Unsupported(f"step {step.op} has no ONNX form here")
-    nodes[-1].output[0] = "output"
-
-    def info(name: str, shape: Sequence[int]) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
-
-    shape = operator.tensor_shapes[operator.source]
-    graph = helper.make_graph(
-        nodes, "problem", [info("input", shape)], [info("output", operator.output_shape)], constants
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.checker.check_model(model)
-    serialised: bytes = model.SerializeToString()
-    return serialised
-
-
-def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int) -> Call:
-    """ONNX Runtime's CPU provider, writing into an array that is allocated beforehand."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        onnx_model(operator, tensors), options, providers=["CPUExecutionProvider"]
-    )
-    x, y = tensors[operator.source], np.empty(operator.output_shape, np.float32)
-
-    def call() -> np.ndarray:
-        binding = session.io_binding()
-        binding.bind_input("input", "cpu", 0, np.float32, x.shape, x.ctypes.data)
-        binding.bind_output("output", "cpu", 0, np.float32, y.shape, y.ctypes.data)
-        session.run_with_iobinding(binding)
-        return y
-
-    return call
-
-
-def openvino_peer(operator: Operator, tensors: Tensors, threads: int) -> Call:
-    """OpenVINO's CPU plugin in float32. The result is a view of its own output, which saves it a copy."""
-    os.environ.setdefault("OPENVINO_TELEMETRY_DISABLED", "1")
-    import openvino
-
-    core = openvino.Core()
-    model = core.read_model(onnx_model(operator, tensors))
-    settings = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": threads,
-    }
-    compiled = core.compile_model(model, "CPU", settings)
-    x = tensors[operator.source]
-
-    def call() -> np.ndarray:
-        result: np.ndarray = compiled(x, share_inputs=True, share_outputs=True)[0]
-        return result
-
-    return call
-
-
-class MakePeer(Protocol):
-    """Prepares a peer for an operator."""
-
-    def __call__(self, operator: Operator, tensors: Tensors, threads: int) -> Call:
-        """A call from the input's array to the result's.
-
-        Raises:
-            ImportError: it is not installed.
-            Exception: it cannot run the operator.
-        """
-
-
-def _torch(last: bool, compiled: bool) -> MakePeer:
-    return lambda operator, tensors, threads: torch_peer(
-        operator, tensors, threads, last=last, compiled=compiled
-    )
-
-
-#: Name to the label in tables, and what prepares it.
-PEERS: dict[str, tuple[str, MakePeer]] = {
-    "torch": ("torch", _torch(last=False, compiled=False)),
-    "torch-channels-last": ("torch, channels last", _torch(last=True, compiled=False)),
-    "torch-compile": ("torch.compile", _torch(last=False, compiled=True)),
-    "torch-compile-channels-last": ("torch.compile, channels last", _torch(last=True, compiled=True)),
-    "onnxruntime": ("ONNX Runtime", onnxruntime_peer),
-    "openvino": ("OpenVINO", openvino_peer),
-}
 
 
 # ---- checking ----------------------------------------------------------------------------------------------
@@ -435,7 +166,7 @@ def race(
             if contender.device is not None:
                 call, compiled = ours(operator, tensors, contender.device)
             else:
-                call = PEERS[contender.name][1](operator, tensors, measure.cores())
+                call = PEERS[contender.name].make(operator, tensors, measure.cores())
             result = call()
             detail["setup_s"] = time.perf_counter() - begun
             slack = 1.0 if contender.device is not None else PEER_SLACK
@@ -580,126 +311,65 @@ def with_table(text: str, name: str, report: Mapping[str, Any]) -> str:
 
 
 # ---- the chart ---------------------------------------------------------------------------------------------
-#: Ours in one hue, the peers in muted ones that differ in lightness as well.
-OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14")
-PEER_COLOURS = ("#c9d3dc", "#9db4c5", "#6f93ad", "#4c7391", "#8c8c8c", "#4f4f4f")
-MARKERS = "osD^vP"
-
-
 def chart(report: Mapping[str, Any], path: Path) -> None:
     """Bars of the times and a roofline, one row for each label.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     labels = list(dict.fromkeys(case["label"] for case in report["cases"]))
-    figure, axes = pyplot.subplots(
-        len(labels),
-        2,
-        figsize=(17, 5.6 * len(labels)),
-        squeeze=False,
-        width_ratios=(1.7, 1),
-        layout="constrained",
-    )
-    colours: dict[str, str] = {}
-    for each in report["contenders"]:
-        palette = PEER_COLOURS if each["device"] is None else OUR_COLOURS
-        used = sum(1 for name in colours if colours[name] in palette)
-        colours[each["name"]] = palette[used % len(palette)]
+    figure, axes = charts.new_figure(len(labels))
+    mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
+    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
+    colours = charts.colours_of(mine, peers)
     for row, label in zip(axes, labels, strict=True):
         cases = [case for case in report["cases"] if case["label"] == label]
-        _bars(row[0], report, cases, colours)
+        charts.draw_bars(
+            row[0],
+            [charts.short(case["problem"]) for case in cases],
+            [
+                charts.Bars(
+                    each["label"],
+                    colours[each["name"]],
+                    [_times(case["results"].get(each["name"])) for case in cases],
+                )
+                for each in report["contenders"]
+            ],
+        )
         _roofline(row[1], report, cases, colours)
         row[0].set_title(f"Time of a call, {label} (median, quartiles)", loc="left")
         row[1].set_title(f"Roofline, {label}", loc="left")
     machine = report["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    charts.save(figure, path)
 
 
-def short(problem: str) -> str:
-    """A problem's name without what all of them share."""
-    return problem.replace("conv-transpose-3d-", "").replace("conv-transpose3d-", "")
-
-
-def _bars(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: Mapping[str, str]) -> None:
-    contenders = report["contenders"]
-    width = 0.84 / len(contenders)
-    for position, each in enumerate(contenders):
-        places, heights, below, above = [], [], [], []
-        for index, case in enumerate(cases):
-            result = case["results"].get(each["name"])
-            if result is None:
-                continue
-            places.append(index + (position - (len(contenders) - 1) / 2) * width)
-            heights.append(1e3 * result["median_s"])
-            below.append(1e3 * (result["median_s"] - result["low_s"]))
-            above.append(1e3 * (result["high_s"] - result["median_s"]))
-        if places:
-            bars = axis.bar(
-                places, heights, width * 0.94, yerr=(below, above), color=colours[each["name"]],
-                label=each["label"], error_kw={"elinewidth": 0.8}, zorder=2,
-            )  # fmt: skip
-            axis.bar_label(
-                bars,
-                fmt=lambda ms: f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
-                fontsize=6.5,
-                padding=2,
-                rotation=90,
-            )
-    axis.set_xticks(
-        range(len(cases)), [short(case["problem"]).replace("-", "-\n", 2) for case in cases], fontsize=8
-    )
-    axis.set_yscale("log")
-    axis.set_ylabel("milliseconds (log scale; lower is better)")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * 2.5)
-    axis.grid(axis="y", which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
+def _times(result: Mapping[str, Any] | None) -> tuple[float, float, float] | None:
+    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
 
 
 def _roofline(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: Mapping[str, str]) -> None:
-    peak, bandwidth = report["probe"]["peak_gflops"], report["probe"]["copy_gbytes_per_s"]
-    intensities = [case["flops"] / case["ideal_bytes"] for case in cases]
-    left, right = min([*intensities, peak / bandwidth]) / 2, max(intensities) * 2
-    line = np.geomspace(left, right, 200)
-    axis.plot(line, np.minimum(peak, bandwidth * line), color="#333333", linewidth=1.5, zorder=2)
-    axis.annotate(f"{peak:.0f} GFLOP/s of multiply-adds", (right, peak), ha="right", va="bottom", fontsize=8)
-    axis.annotate(
-        f"{bandwidth:.0f} GB/s", (left, bandwidth * left), ha="left", va="bottom", fontsize=8,
-        xytext=(4, 8), textcoords="offset points",
-    )  # fmt: skip
+    probe = report["probe"]
+    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
     mine = [each for each in report["contenders"] if each["device"] is not None]
-    for case, intensity, marker in zip(cases, intensities, MARKERS * len(cases), strict=False):
-        best = case["best_peer"]
-        if best is not None:
-            axis.plot(
-                intensity, case["results"][best]["gflops"], marker, color="white", markeredgecolor="#4c7391",
-                markersize=8, zorder=3,
-            )  # fmt: skip
-        for each in mine:
-            if each["name"] in case["results"]:
-                rate = case["results"][each["name"]]["gflops"]
-                axis.plot(intensity, rate, marker, color=colours[each["name"]], markersize=8, zorder=4)
-        axis.plot([], [], marker, color="#777777", label=short(case["problem"]))
-    for each in mine:
-        axis.plot([], [], "s", color=colours[each["name"]], label=each["label"])
-    axis.plot([], [], "s", color="white", markeredgecolor="#4c7391", label="best peer")
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("operations per byte (each input and output once)")
-    axis.set_ylabel("GFLOP/s of the plain convolution; Winograd does fewer")
-    axis.grid(which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    best_colour = charts.PEER_COLOURS[3]
+    points: list[charts.Point] = []
+    markers: dict[str, str] = {}
+    for number, case in enumerate(cases):
+        marker = charts.MARKERS[number % len(charts.MARKERS)]
+        markers[charts.short(case["problem"])] = marker
+        intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
+        if case["best_peer"] is not None:
+            rate = results[case["best_peer"]]["gflops"]
+            points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
+        points += [
+            charts.Point(intensity, results[each["name"]]["gflops"], marker, colours[each["name"]])
+            for each in mine
+            if each["name"] in results
+        ]
+    legend = {each["label"]: (colours[each["name"]], False) for each in mine}
+    charts.draw_roofline(axis, [roof], points, markers, {**legend, "best peer": (best_colour, True)})
 
 
 # ---- the program -------------------------------------------------------------------------------------------
@@ -756,7 +426,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     """
     head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
     devices, left_out, probe = measure.start(settings)
-    contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
+    contenders = [Contender(name, PEERS[name].label) for name in settings.peers]
     contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
     cases = []
     try:

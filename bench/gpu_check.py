@@ -148,57 +148,14 @@ def operator(name: str, case: str, precision: str) -> Any:
 
 def torch_module(op: Any) -> Callable[..., Any]:
     """The same pipeline in PyTorch, from the bound steps; takes the tensors by name."""
-    import torch
-    import torch.nn.functional as F
+    from dispatcher.peers import chain, torch_stage
 
-    from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
-
-    def operand(tensors: dict[str, Any], item: Any) -> Any:
-        return item.value if isinstance(item, ScalarOperand) else tensors[item.name]
-
-    def pointwise(step: Pointwise, y: Any, values: list[Any]) -> Any:
-        match step.function:
-            case "add":
-                return y + values[0]
-            case "scale":
-                return y * values[0]
-            case "clamp":
-                return torch.clamp(y, values[0], values[1])
-            case "gelu":
-                return F.gelu(y)
-        raise NotImplementedError(step.function)
+    steps = chain(op)
 
     def run(**tensors: Any) -> Any:
         y = tensors[op.source]
-        for step in op.steps:
-            match step:
-                case ConvTranspose3d():
-                    axes = step.geometry.axes
-                    y = F.conv_transpose3d(
-                        y,
-                        tensors[step.weight.name],
-                        None if step.bias is None else tensors[step.bias.name],
-                        [axis.stride for axis in axes],
-                        [axis.padding for axis in axes],
-                        [axis.output_padding for axis in axes],
-                        step.geometry.groups,
-                        [axis.dilation for axis in axes],
-                    )
-                case Pointwise():
-                    y = pointwise(step, y, [operand(tensors, item) for item in step.arguments])
-                case Normalize():
-                    channels_last = y.permute(0, 2, 3, 4, 1)
-                    y = F.layer_norm(channels_last, channels_last.shape[-1:], eps=step.eps).permute(
-                        0, 4, 1, 2, 3
-                    )
-                case Pool(function="max"):
-                    y = F.max_pool3d(y, step.window)
-                case Pool():
-                    y = F.avg_pool3d(y, step.window)
-                case Softmax():
-                    y = torch.softmax(y.flatten(2), 2).view(y.shape)
-                case Reduce(function="sum"):
-                    y = y.sum(step.axes, keepdim=True)
+        for step in steps:
+            y = torch_stage(step, lambda operand: tensors[operand.name])(y)
         return y
 
     return run

@@ -11,23 +11,23 @@ import argparse
 import datetime
 import json
 import math
-import os
-import platform
 import random
 import re
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from dispatcher.machine import busy_reason, cores, foreign_load, machine_facts, versions  # noqa: E402
+
 RESULTS = ROOT / "bench" / "results"
 
 #: Share of the fastest probe that a probe has to reach for its sample to count.
@@ -37,11 +37,10 @@ SETTLE_S = 0.06
 #: A thread pool may still spin when the probe after its sample starts, so the probe may try again.
 PROBE_TRIES = 6
 PROBE_PAUSE_S = 0.005
+#: Readings before the first sample.
+CALIBRATION_RUNS = 50
 #: Rounds for each quiet sample wanted, before sampling gives up.
 ROUNDS_PER_REPEAT = 3
-#: The load average, for each core, above which the machine counts as in use by others.
-BUSY_LOAD = 0.25
-
 MEBIBYTE = 1 << 20
 
 SHORT_PLATFORMS = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}
@@ -169,51 +168,15 @@ class FmaProbe:
             index: position in the list of OpenCL devices.
             copy_mebibytes: size of the array that is copied to measure the memory; well above the caches.
         """
-        import pyopencl as cl
-
-        from backends.opencl.runtime import find_devices
+        from backends.opencl.roofline import probe
+        from backends.opencl.runtime import OpenClRuntime, find_devices
 
         found = find_devices()[index]
-        context = cl.Context([found.device])
-        queue = cl.CommandQueue(context)
-        vec = min(16, max(4, found.device.native_vector_width_float))
-        source = (Path(__file__).parent / "probe.cl").read_text(encoding="utf-8")
-        chains = 12
-        options = ["-cl-std=CL1.2", f"-DVEC={vec}", f"-DCHAINS={chains}"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)
-            program = cl.Program(context, source).build(options, cache_dir=cast(Any, False))
-        items = 4 * found.device.max_compute_units
-        flags = cl.mem_flags.READ_WRITE
-        chain_kernel, chain_out = program.fma_chains, cl.Buffer(context, flags, items * vec * 4)
-
-        def run(steps: int) -> float:
-            chain_kernel.set_args(chain_out, np.int32(steps))
-            start = time.perf_counter()
-            cl.enqueue_nd_range_kernel(queue, chain_kernel, (items,), (1,))
-            queue.finish()
-            seconds = time.perf_counter() - start
-            return float(2.0 * vec * chains * steps * items / seconds / 1e9)
-
-        steps = 1000
-        rate = max(run(steps) for _ in range(5))
-        steps = max(1000, int(rate * 1e6 / (2 * vec * chains * items)))  # a millisecond at this rate
-        probe = cls(found.name, _run=lambda: run(steps))
-        for _ in range(50):
-            probe.read(math.inf)
-        vectors = copy_mebibytes * MEBIBYTE // (4 * vec * items)
-        nbytes = vectors * vec * 4 * items
-        buffers = [cl.Buffer(context, flags, nbytes) for _ in range(2)]
-        cl.enqueue_fill_buffer(queue, buffers[0], np.float32(0), 0, nbytes)
-        copy_kernel = program.copy
-        copy_kernel.set_args(*buffers, np.int32(vectors))
-        for _ in range(6):
-            start = time.perf_counter()
-            cl.enqueue_nd_range_kernel(queue, copy_kernel, (items,), (1,))
-            queue.finish()
-            moved = 2.0 * nbytes / (time.perf_counter() - start) / 1e9
-            probe.copy_gbytes_per_s = max(probe.copy_gbytes_per_s, moved)
-        return probe
+        run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_mebibytes * MEBIBYTE)
+        calibrated = cls(found.name, copy_gbytes_per_s=copy_rate, _run=run)
+        for _ in range(CALIBRATION_RUNS):
+            calibrated.read(math.inf)
+        return calibrated
 
     def read(self, limit: float) -> float:
         fastest = 0.0
@@ -287,75 +250,16 @@ def interleave(
     return sampling
 
 
-# ---- facts, files, refusing --------------------------------------------------------------------------------
+# ---- files, refusing --------------------------------------------------------------------------------
 def one_line(error: BaseException) -> str:
     """An error's type and the first line of its text, cut to a readable length."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def load_average() -> float | None:
-    """Processes that ran in the last minute, on average; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def busy_reason(load: float | None) -> str | None:
-    """Why the machine is too busy to measure anything, or None."""
-    allowed = max(0.5, BUSY_LOAD * cores())
-    if load is None or load <= allowed:
-        return None
-    return (
-        f"the load average of the last minute is {load:.2f}, above {allowed:.2f}: others use this machine, "
-        "or did a moment ago"
-    )
-
-
-def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Version of each distribution that is installed, and of Python."""
-    found = {"python": platform.python_version()}
-    for name in distributions:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine_facts() -> dict[str, Any]:
-    """What is known of the machine."""
-    facts: dict[str, Any] = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": cores(),
-        "system": f"{platform.system()} {platform.release()}",
-    }
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        pairs = (line.partition(":") for line in text.splitlines())
-        fields = {name.strip(): value.strip() for name, _, value in pairs}
-        facts["cpu"] = fields.get("model name", facts["cpu"])
-        if "cpu family" in fields:
-            facts["cpu_family_model"] = f"{fields['cpu family']}/{fields.get('model', '?')}"
-        flags = set(fields.get("flags", "").split())
-        facts["vector_instructions"] = [name for name in ("avx2", "fma", "avx512f") if name in flags]
-        facts["virtual"] = "hypervisor" in flags
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemTotal"):
-                facts["memory_bytes"] = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return facts
-
-
 def header(program: str, schema: int, distributions: Iterable[str]) -> dict[str, Any]:
     """The first fields of every result file."""
-    load = load_average()
+    load = foreign_load()
     return {
         "schema": schema,
         "program": program,
@@ -363,7 +267,7 @@ def header(program: str, schema: int, distributions: Iterable[str]) -> dict[str,
         "machine": machine_facts(),
         "versions": versions(distributions),
         "clock": "time.perf_counter",
-        "load_average_at_start": load,
+        "foreign_cores_at_start": load,
         "busy": busy_reason(load),
     }
 
@@ -506,7 +410,7 @@ def start(
     Raises:
         SystemExit: with exit code 3 when the machine is busy or there is no device.
     """
-    reason = busy_reason(load_average())
+    reason = busy_reason(foreign_load())
     if reason is not None and not arguments.force:
         say(f"{reason}; wait until it is quiet, or pass --force to measure all the same")
         raise SystemExit(3)

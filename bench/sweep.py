@@ -25,11 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import measure  # noqa: E402
-from bench.cpu_peers import PEERS, Contender, conclude, race  # noqa: E402
+from bench.cpu_peers import Contender, conclude, race  # noqa: E402
 from bench.measure import say  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
 from dispatcher.operator import bind  # noqa: E402
+from dispatcher.peers import PEERS  # noqa: E402
 
 PROGRAM, SCHEMA = "sweep", 1
 DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt", "torch")
@@ -226,7 +227,7 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
     """
     head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
     devices, left_out, probe = measure.start(settings)
-    contenders = [Contender(name, PEERS[name][0]) for name in settings.peers]
+    contenders = [Contender(name, PEERS[name].label) for name in settings.peers]
     contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
     problem = load_problem(PROBLEM)
     chosen = list(enumerate(geometries(settings.count, settings.seed, settings.scale)))

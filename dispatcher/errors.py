@@ -38,6 +38,10 @@ class DeviceError(DispatcherError, RuntimeError):
     exit_code: ClassVar[int] = 3
 
 
+class BusyError(DeviceError):
+    """Other programs keep the machine so busy that its times would mean nothing."""
+
+
 class KernelError(DispatcherError, RuntimeError):
     """A kernel failed to build or to run on a device that was asked for."""
 

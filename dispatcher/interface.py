@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -47,16 +47,27 @@ class Device:
 
 @dataclass
 class Timings:
-    """Where one call spent its time, in seconds; ``launches`` are (kernel name, seconds) on its clock.
+    """Where one call spent its time, in seconds.
 
-    ``parts`` are (device or empty, start on ``time.perf_counter``, timings) of a call that ran in parts; the
-    dispatcher fills it in, backends leave it alone.
+    Attributes:
+        upload_s: copying the inputs to the device; with ``shared_memory``, handing them over.
+        kernel_s: from the start of the first launch to the end of the last one, on ``clock``; 0 where that is
+            not known.
+        download_s: copying the result back; with ``shared_memory``, making it visible to the host.
+        launches: (kernel name, seconds) of each launch, on ``clock``.
+        clock: ``device`` for events that the device records, ``host`` for ``time.perf_counter``; empty where
+            nothing was measured.
+        shared_memory: the device works in the host's memory, so that nothing is copied.
+        parts: (device or empty, start on ``time.perf_counter``, timings) of a call that ran in parts; the
+            dispatcher fills it in, backends leave it alone.
     """
 
     upload_s: float = 0.0
     kernel_s: float = 0.0
     download_s: float = 0.0
     launches: list[tuple[str, float]] = field(default_factory=list)
+    clock: Literal["", "device", "host"] = ""
+    shared_memory: bool = False
     parts: list[tuple[str, float, Timings]] = field(default_factory=list)
 
 
@@ -136,3 +147,38 @@ class Backend(Protocol):
             InputError: an option is unknown or has a wrong value.
             BuildError: the device's compiler refused a kernel.
         """
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What microbenchmarks measured that a device can do at best.
+
+    Attributes:
+        gflops: fused multiply-adds that depend on nothing else, two operations each, in 1e9 a second.
+        gbytes_per_s: bytes read plus bytes written when copying an array that no cache holds, in 1e9 a second.
+        dtype: of the multiply-adds.
+        method: how that was measured, for people.
+    """
+
+    gflops: float
+    gbytes_per_s: float
+    dtype: str
+    method: str
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """What a backend may offer to benchmarks on top of :class:`Backend`."""
+
+    def roofline(self, device: Device, dtype: str) -> Roofline:
+        """Measure what ``device`` can do at best; takes about a second.
+
+        Args:
+            dtype: of the tensors; the multiply-adds are in the type that such operators are computed in.
+
+        Raises:
+            DispatcherError: it cannot be measured.
+        """
+
+    def flush_caches(self, device: Device) -> None:
+        """Empty the caches of a device that has memory of its own; nothing to do where it shares the host's."""

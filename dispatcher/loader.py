@@ -37,11 +37,13 @@ MAX_NODES = 10_000  # keys, scalars, lists and mappings; an alias counts as much
 #: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
 INTERFACE_NAMES = frozenset(
     (
+        "against",
         "case",
         "check",
         "device",
         "devices",
         "dtype",
+        "force",
         "kind",
         "options",
         "precision",
@@ -51,6 +53,7 @@ INTERFACE_NAMES = frozenset(
         "repeats",
         "seed",
         "self",
+        "time_limit_s",
         "trace",
         "warmup",
     )

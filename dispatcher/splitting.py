@@ -223,6 +223,9 @@ class PartwiseExecutable:
         timings.upload_s += total(part.upload_s for part in measured)
         timings.kernel_s += total(part.kernel_s for part in measured)
         timings.download_s += total(part.download_s for part in measured)
+        clocks = {part.clock for part in measured}
+        timings.clock = clocks.pop() if len(clocks) == 1 else "host"
+        timings.shared_memory = all(part.shared_memory for part in measured)
         for part, start, one in zip(self._parts, starts, measured, strict=True):
             timings.launches += one.launches
             timings.parts.append((part.place, start, one))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dispatcher import registry
+from dispatcher import machine, registry
 from dispatcher.interface import Backend, Device
 from dispatcher.selection import ENVIRONMENT, backend_devices
 from tests import cudasim
@@ -58,6 +58,13 @@ def backend_device(request: pytest.FixtureRequest) -> Device:
 @pytest.fixture(autouse=True)
 def _no_device_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks are refused on a busy machine; tests that run in several processes make it one."""
+    monkeypatch.setattr(machine.LoadMeter, "foreign_cores", lambda self: 0.0)
+    monkeypatch.setattr(machine, "WATCH_S", 0.0)
 
 
 @pytest.fixture

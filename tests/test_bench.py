@@ -16,7 +16,9 @@ import pytest
 from conftest import REQUIRED
 
 from dispatcher.geometry import GeometryError
+from dispatcher.interface import Timings
 from dispatcher.operator import bind
+from dispatcher.peers import Peer, PeerCall
 from dispatcher.selection import backend_devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,10 +133,7 @@ def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.Monke
 def test_a_busy_machine_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert measure.busy_reason(None) is None
-    assert measure.busy_reason(0.1) is None
-    assert "above" in (measure.busy_reason(64.0 * measure.cores()) or "")
-    monkeypatch.setattr(measure, "load_average", lambda: 64.0 * measure.cores())
+    monkeypatch.setattr(measure, "foreign_load", lambda: float(measure.cores()))
     for program in (cpu_peers, sweep):
         with pytest.raises(SystemExit) as caught:
             program.main([])
@@ -143,27 +142,27 @@ def test_a_busy_machine_is_refused(
 
 
 # ---- those who fail ----------------------------------------------------------------------------------------
-def reference_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+def reference_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = None) -> PeerCall:
     import dispatcher
 
     result = dispatcher.run(operator.problem, device="numpy", **operator.sizes, **operator.scalars, **tensors)
-    return lambda: np.array(result)
+    return lambda timings=None: np.array(result)
 
 
-def missing_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+def missing_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = None) -> PeerCall:
     raise ModuleNotFoundError("No module named 'nothing'")
 
 
-def wrong_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+def wrong_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = None) -> PeerCall:
     right = reference_peer(operator, tensors, threads)
-    return lambda: right() * np.float32(1.001)
+    return lambda timings=None: right() * np.float32(1.001)
 
 
-def unwritten_peer(operator: Any, tensors: Any, threads: int) -> Callable[[], np.ndarray]:
+def unwritten_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = None) -> PeerCall:
     """Leaves a batch item unwritten that is not among those compared with the reference."""
     right = reference_peer(operator, tensors, threads)
 
-    def call() -> np.ndarray:
+    def call(timings: Timings | None = None) -> np.ndarray:
         result = right()
         result[1] = np.nan
         return result
@@ -178,7 +177,7 @@ def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPa
         "wrong": wrong_peer,
         "unwritten": unwritten_peer,
     }
-    monkeypatch.setattr(cpu_peers, "PEERS", {name: (name, maker) for name, maker in made.items()})
+    monkeypatch.setattr(cpu_peers, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()})
     contenders = [cpu_peers.Contender(name, name) for name in made]
     sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
     operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
@@ -250,7 +249,7 @@ def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any
     report = json.loads(output.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert report["schema"] == 1 and report["program"] == output.stem
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
-    assert report["busy"] is None or "load average" in report["busy"]
+    assert report["busy"] is None or "cores busy" in report["busy"]
     assert report["machine"]["cores"] == measure.cores()
     assert {"python", "numpy", "pyopencl", "kernel-dispatcher"} <= set(report["versions"])
     assert report["probe"]["peak_gflops"] > 0 and report["probe"]["copy_gbytes_per_s"] > 0

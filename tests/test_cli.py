@@ -85,7 +85,7 @@ KEYS = {
     },
     "explain": {*OPERATOR_KEYS, "case", "device", "skipped", "convolutions", "launches"},
     "verify": {"passed", "results"},
-    "bench": {"results", "failures"},
+    "bench": {"machine", "versions", "protocol", "results", "peers", "failures", "races"},
 }
 
 

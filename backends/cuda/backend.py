@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.cuda import driver, toolkit
+from backends.cuda import driver, roofline, toolkit
 from backends.cuda.executable import CudaExecutable
 from backends.cuda.lowering import Options, Program, Target, lower
 from backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError, InputError
-from dispatcher.interface import Device
+from dispatcher.interface import Device, Roofline
 from dispatcher.operator import Operator
 from dispatcher.userkernel import LoadedKernel, UserKernel
 
@@ -87,21 +87,39 @@ class CudaBackend:
             BuildError: the compiler refused a kernel.
         """
         chosen, stream = _options(options)
-        context = driver.context(device.index)
-        compiler = toolkit.find()
-        if isinstance(compiler, str):
-            raise DeviceError(f"{device.id} cannot be used: {compiler}")
+        context, compiler = _opened(device)
         target = Target(context.architecture, context.shared_limit, context.processors)
         program = Program(operator) if operator.empty else lower(operator, target, chosen)
         return CudaExecutable(program, context, compiler, stream)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
-        context = driver.context(device.index)
-        compiler = toolkit.find()
-        if isinstance(compiler, str):
-            raise DeviceError(f"{device.id} cannot be used: {compiler}")
-        return load_kernel(context, compiler, kernel, scratch)
+        return load_kernel(*_opened(device), kernel, scratch)
+
+    def roofline(self, device: Device, dtype: str) -> Roofline:
+        """Multiply-adds and copies by two kernels; float16 operators are computed in float32.
+
+        Tensor cores, which TF32 uses, can do more than these multiply-adds.
+        """
+        found = roofline.Microbenchmarks(*_opened(device), "float64" if dtype == "float64" else "float32")
+        return Roofline(found.peak_gflops(), found.copy_gbytes_per_s(), found.dtype, found.method)
+
+    def flush_caches(self, device: Device) -> None:
+        """Empty the second-level cache."""
+        roofline.flush(driver.context(device.index))
+
+
+def _opened(device: Device) -> tuple[driver.Context, toolkit.Toolkit]:
+    """The device's context and the compiler.
+
+    Raises:
+        DeviceError: the device does not exist or has no compiler.
+    """
+    context = driver.context(device.index)
+    compiler = toolkit.find()
+    if isinstance(compiler, str):
+        raise DeviceError(f"{device.id} cannot be used: {compiler}")
+    return context, compiler
 
 
 def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:

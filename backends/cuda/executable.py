@@ -268,6 +268,7 @@ class _Call:
                 self.timings.kernel_s = 1e-3 * after.time_since(before)
                 self.timings.download_s = 1e-3 * done.time_since(after)
                 self.timings.launches = [(name, 1e-3 * b.time_since(a)) for name, a, b in self.events]
+                self.timings.clock = "device"
             return result
 
     def _is_read(self, name: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from backends.numpy_ref.steps import Array, Progress, apply
 from dispatcher.errors import InputError
-from dispatcher.interface import Device, PlannedLaunch, Tensors, Timings
+from dispatcher.interface import Device, PlannedLaunch, Roofline, Tensors, Timings
 from dispatcher.operator import Operator
 from dispatcher.steps import (
     Normalize,
@@ -36,6 +36,11 @@ from dispatcher.steps import (
 CHUNK_ELEMENTS = 1 << 22
 #: Threads are started while their chunks together have fewer elements than this: a limit on memory.
 BUSY_ELEMENTS = 1 << 25
+
+#: Matrices and arrays with which the machine's limits are measured: the array is larger than common caches.
+ROOFLINE_EXTENT = 1024
+ROOFLINE_BYTES = 256 << 20
+ROOFLINE_TRIES = 5
 
 T = TypeVar("T")
 
@@ -227,6 +232,7 @@ class NumpyExecutable:
         if timings is not None:
             timings.kernel_s = time.perf_counter() - start
             timings.launches = [("reference", timings.kernel_s)]
+            timings.clock, timings.shared_memory = "host", True
         return result
 
 
@@ -261,6 +267,33 @@ class NumpyBackend:
                 f"option {unknown[0]} is not known to the numpy backend; expected progress or nothing"
             )
         return NumpyExecutable(operator, options.get("progress"))
+
+    def roofline(self, device: Device, dtype: str) -> Roofline:
+        """The best of a few matrix products and copies in float64, in which the reference computes."""
+        factor = np.full((ROOFLINE_EXTENT, ROOFLINE_EXTENT), 0.5)
+        product = np.empty_like(factor)
+        flops = 2.0 * ROOFLINE_EXTENT**3
+        source = np.ones(ROOFLINE_BYTES, np.uint8)  # zeros might all be one page of memory
+        target = np.ones_like(source)
+        return Roofline(
+            flops / _shortest(lambda: np.matmul(factor, factor, out=product)) / 1e9,
+            2.0 * source.nbytes / _shortest(lambda: np.copyto(target, source)) / 1e9,
+            "float64",
+            f"numpy.matmul of {ROOFLINE_EXTENT} x {ROOFLINE_EXTENT}, numpy.copyto of {ROOFLINE_BYTES >> 20} MiB",
+        )
+
+    def flush_caches(self, device: Device) -> None:
+        """Nothing: it works in the host's memory."""
+
+
+def _shortest(work: Callable[[], Any]) -> float:
+    """Seconds of the shortest of a few runs, the first of which does not count."""
+    times = []
+    for _ in range(ROOFLINE_TRIES + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 BACKEND = NumpyBackend()

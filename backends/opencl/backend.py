@@ -11,7 +11,7 @@ from typing import Any, cast
 from backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError
-from dispatcher.interface import Device, Executable
+from dispatcher.interface import Device, Executable, Roofline
 from dispatcher.operator import Operator
 from dispatcher.userkernel import LoadedKernel, UserKernel
 
@@ -98,6 +98,21 @@ class OpenClBackend:
         from backends.opencl.tuning import remember
 
         remember(self._runtime(device), operator, Options.parse(options), gain)
+
+    def roofline(self, device: Device, dtype: str) -> Roofline:
+        """Multiply-adds and copies by two kernels; float16 operators are computed in float32."""
+        from backends.opencl.roofline import Microbenchmarks
+
+        found = Microbenchmarks(self._runtime(device), "float64" if dtype == "float64" else "float32")
+        return Roofline(found.peak_gflops(), found.copy_gbytes_per_s(), found.dtype, found.method)
+
+    def flush_caches(self, device: Device) -> None:
+        """Write more device memory than its cache holds, unless the device works in the host's."""
+        from backends.opencl.roofline import flush
+
+        runtime = self._runtime(device)
+        if not runtime.facts.unified:
+            flush(runtime)
 
     def _runtime(self, device: Device) -> Any:
         """The opened device; opened when it is first needed."""

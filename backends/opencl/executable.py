@@ -484,17 +484,20 @@ class OpenClExecutable:
         if timings is not None:
             self._queue.finish()
             timings.upload_s += time.perf_counter() - start
-        start = time.perf_counter()
         for launch in launches:
             launch.enqueue(call)
         if self._half:
-            self._convert("float_to_half", call.values[final], target, output.size)
+            event = self._convert("float_to_half", call.values[final], target, output.size)
+            call.events.append(("float_to_half", event))
         if timings is not None:
             self._queue.finish()
-            timings.kernel_s += time.perf_counter() - start
+            spans = [(event.profile.start, event.profile.end) for _, event in call.events]
+            timings.kernel_s += 1e-9 * (spans[-1][1] - spans[0][0])
             timings.launches += [
-                (name, 1e-9 * (event.profile.end - event.profile.start)) for name, event in call.events
+                (name, 1e-9 * (end - begin))
+                for (name, _), (begin, end) in zip(call.events, spans, strict=True)
             ]
+            timings.clock, timings.shared_memory = "device", self._runtime.facts.unified
         start = time.perf_counter()
         self._fetch(target, output)
         if timings is not None:
@@ -510,10 +513,11 @@ class OpenClExecutable:
         self._convert("half_to_float", buffer, real, array.size)
         return real
 
-    def _convert(self, kernel: str, source: Any, target: Any, count: int) -> None:
+    def _convert(self, kernel: str, source: Any, target: Any, count: int) -> Any:
+        """Enqueue a conversion; returns its event."""
         function = cl.Kernel(self._runtime.program(section("convert.cl", defines({"RUN": HALF_RUN}))), kernel)
         function.set_args(source, target, np.uint64(count))
-        cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
+        return cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
 
     def _target(self, output: np.ndarray) -> Any:
         if self._runtime.facts.unified:
