@@ -13,7 +13,7 @@ from hypothesis import given
 from backends.numpy_ref import BACKEND, reference
 from backends.numpy_ref import steps as reference_steps
 from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.inputs import KINDS, random_tensors
+from dispatcher.inputs import INPUT_SETS, random_tensors
 from dispatcher.loader import load_problem, problem_names
 from dispatcher.operator import Operator
 from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
@@ -215,7 +215,7 @@ def operator_for(name: str, dtype: str = "float32", **numbers: float) -> Operato
     return bind_arguments(problem, sort_arguments(problem, given), dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INPUT_SETS)
 @pytest.mark.parametrize("name", problem_names())
 def test_honest_results_pass(name: str, kind: str) -> None:
     operator = operator_for(name)
