@@ -551,7 +551,17 @@ def verify_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SET[,SET]...|all",
+            help="Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
+            "large, small, negative, constant, integers, denormal, one_nan, one_inf. If left out: all, and signed "
+            "where the reference takes long.",
+        ),
+    ] = None,
     seed: SeedOption = "0",
+    seeds: Annotated[str, typer.Option(metavar="N", help="Seeds for each set, from --seed on.")] = "1",
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
     self_test: SelfTestOption = None,
@@ -559,10 +569,19 @@ def verify_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare devices with the reference, element by element."""
-    from dispatcher.verifying import Verification, verify
+    """Compare devices with the reference, element by element: a table of problems and devices, the worst first."""
+    from dispatcher.verifying import (
+        Verification,
+        check_inputs,
+        check_seeds,
+        only_reference,
+        verify,
+        worst_first,
+    )
 
-    seed_number = _whole("--seed", seed, 0, MAX_SEED)
+    seed_number, seed_count = _whole("--seed", seed, 0, MAX_SEED), _whole("--seeds", seeds, 1)
+    check_inputs(inputs)
+    check_seeds(seed_number, seed_count)
     results: list[Verification] = []
     options = _options(algorithm, option)
     chosen = _load_all(problem, settings, case, dtype, precision)
@@ -574,37 +593,34 @@ def verify_command(
                 case=its_case,
                 dtype=dtype,
                 precision=precision,
+                inputs=inputs,
                 seed=seed_number,
+                seeds=seed_count,
                 options=options,
                 progress=partial(_report_part, advance, number, len(chosen)),
                 **arguments,
             )
     for result in results:
         _tell_skipped(result.skipped)
+    results = worst_first(results)
     failed = [result for result in results if result.outcome == "failed"]
     broken = [result for result in results if result.outcome == "error"]
-    refused = [result for result in results if result.outcome == "unsupported" and device != "all"]
+    refused = [result for result in results if result.outcome == "unsupported"]
+    alone = device == "all" and only_reference(results)
+    lacking = alone or (refused and device != "all")
+    code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if lacking else 0
     if as_json:
-        _print_json("verify", {"passed": not failed, "results": [result.as_dict() for result in results]})
+        report = {"passed": code == 0, "only_reference": only_reference(results)}
+        _print_json("verify", {**report, "results": [result.as_dict() for result in results]})
     else:
-        _print(
-            _table(
-                ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "ERROR/BOUND", "MAX ERROR", "NORMWISE"),
-                [
-                    (
-                        result.problem,
-                        result.case or "",
-                        result.device.id,
-                        result.outcome,
-                        *_figures(result.comparison),
-                    )
-                    for result in results
-                ],
-            )
-        )
+        _print_verification(results)
     for result in (*failed, *broken, *refused):
         _complain(f"{result.problem} on {result.device.id}: {result.reason}")
-    code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if refused else 0
+    if alone:
+        _complain(
+            "nothing was compared with the reference: no device but NumPy can run, and NumPy is the reference; "
+            "see dispatcher doctor, or check NumPy alone with --device numpy"
+        )
     raise typer.Exit(code)
 
 
@@ -996,6 +1012,38 @@ def _print_run(report: Mapping[str, Any], operator: Operator, device: Device, co
         )
     if report["output"] is not None:
         _print(f"output    {report['output']}")
+
+
+def _print_verification(results: Sequence[Any]) -> None:
+    """The figures of each worst check, then the largest error over its bound for every set of inputs."""
+    from dispatcher.inputs import INPUT_SETS
+
+    rows = []
+    for result in results:
+        found = result.comparison
+        at = found is not None and found.worst_index is not None
+        rows.append(
+            (
+                *(
+                    result.problem,
+                    result.case or "",
+                    result.device.id,
+                    result.outcome,
+                    str(len(result.checks)),
+                ),
+                *_figures(found),
+                *(result.inputs, str(result.seed)),
+                ",".join(map(str, found.worst_index)) if at else "",
+                *((f"{found.worst_value:.9g}", f"{found.worst_reference:.9g}") if at else ("", "")),
+            )
+        )
+    headers = ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "CHECKS", "ERROR/BOUND", "MAX ERROR", "NORMWISE")
+    _print(_table((*headers, "INPUTS", "SEED", "WORST AT", "RESULT", "REFERENCE"), rows))
+    sets = [name for name in INPUT_SETS if any(name == c.inputs for r in results for c in r.checks)]
+    if len(sets) > 1:
+        cells = [[result.problem, result.device.id, *result.worst_of(sets)] for result in results]
+        _print("")
+        _print(_table(("ERROR/BOUND BY INPUTS", "DEVICE", *sets), cells))
 
 
 def _figures(comparison: Any) -> tuple[str, str, str]:

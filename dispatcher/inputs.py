@@ -93,8 +93,8 @@ def _exact(operator: Operator) -> bool:
                 if count & (count - 1):  # a mean over a power of two is exact
                     return False
             case Pointwise(function=("add" | "subtract" | "scale" | "clamp" | "relu")):
-                numbers_ = [x.value for x in step.arguments if isinstance(x, ScalarOperand)]
-                if any(math.isfinite(number) and number != round(number) for number in numbers_):
+                scalars = [x.value for x in step.arguments if isinstance(x, ScalarOperand)]
+                if any(math.isfinite(scalar) and scalar != round(scalar) for scalar in scalars):
                     return False
             case _:
                 return False
@@ -311,7 +311,7 @@ def _large_mean(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]
 def _negative(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
     if use.role == "factor":
         return _signed(fields, use, dtype)
-    bell = np.abs(_bell(fields, dtype))
+    bell: NDArray[Any] = np.abs(_bell(fields, dtype))
     bell += dtype.type(0.25)
     bell *= dtype.type(use.spread if use.role == "data" else -use.spread)
     return bell
@@ -319,7 +319,8 @@ def _negative(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _constant(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
     # A power of two, so that sums are exact however they are taken.
-    return np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+    constant: NDArray[Any] = np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+    return constant
 
 
 #: What makes the elements of a set; of one that is not here, :func:`_signed`, and :func:`_finish` the rest.
@@ -395,6 +396,4 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
 def _middle_place(shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
     """A random place in the middle half of each axis, which no pool in floor mode leaves out."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(b"the odd element")))
-    return tuple(
-        extent // 4 + int(generator.random_raw()) % max(1, extent // 2) for extent in shape
-    )
+    return tuple(extent // 4 + int(generator.random_raw()) % max(1, extent // 2) for extent in shape)

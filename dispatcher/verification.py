@@ -2,12 +2,12 @@
 
 The reference walks through the pipeline in float64. Beside each value goes a bound on the error that a
 correct implementation in the operator's arithmetic may make there: a forward error bound in the style of a
-running error analysis (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3). A sum of ``n`` terms is granted
-``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of different terms are taken to be
-independent. Rounding errors behave like that (Higham and Mary, "A new approach to probabilistic rounding
-error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case would let wrong results
-pass. The price: data made so that hundreds of large terms cancel in a row can exceed the bound honestly; a
-problem file may then set a ``tolerance``.
+running error analysis (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3).
+A sum of ``n`` terms is granted ``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of
+different terms are taken to be independent. Rounding errors behave like that (Higham and Mary, "A new approach
+to probabilistic rounding error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case
+would let wrong results pass. The price: data made so that hundreds of large terms cancel in a row can exceed
+the bound honestly; a problem file may then set a ``tolerance``. docs/verification.md has the formulas.
 
 Two things must hold: no element is further from the reference than its bound, and the Euclidean norm of all
 errors is not more than :func:`normwise_share` of the norm of all bounds, since errors that are independent
