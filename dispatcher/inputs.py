@@ -302,7 +302,7 @@ def _large_mean(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]
     if use.role == "data":
         bell += dtype.type(1000)
     else:  # nearly equal weights, so that the mean is common to all channels
-        bell *= dtype.type(1 / 16)
+        bell *= dtype.type(1 / 128)
         bell += dtype.type(1)
         bell *= dtype.type(use.spread)
     return bell

@@ -94,6 +94,12 @@ def _worse(one: float, other: float) -> bool:
     return not math.isnan(other) and (math.isnan(one) or one > other)
 
 
+def _sum_of_squares(values: Array) -> float:
+    """Of all elements. Not by np.vdot, which starts threads for arrays that are too small for it."""
+    flat = values.reshape(-1)
+    return float(np.einsum("i,i->", flat, flat))
+
+
 class _Tally:
     """Adds up a comparison part by part."""
 
@@ -125,13 +131,13 @@ class _Tally:
                 known, known_bound = np.where(finite, reference, 0.0), np.where(finite, bound, 0.0)
             ratio = np.divide(error, bound)
             ratio[error == 0.0] = 0.0
-            self.error_squares += float(np.vdot(error, error))
-            self.reference_squares += float(np.vdot(known, known))
+            self.error_squares += _sum_of_squares(error)
+            self.reference_squares += _sum_of_squares(known)
             # The rounding of the result itself may be all that a bound consists of, and the same everywhere.
             rounding = np.minimum(known_bound, result_rounding(known, result.dtype))
-            self.rounding_squares += float(np.vdot(rounding, rounding))
+            self.rounding_squares += _sum_of_squares(rounding)
             computed = known_bound - rounding
-            self.bound_squares += float(np.vdot(computed, computed))
+            self.bound_squares += _sum_of_squares(computed)
         self.elements += error.size
         self.beyond += int((~(ratio <= 1.0)).sum())
         largest = float(error.max())
