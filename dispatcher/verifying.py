@@ -6,7 +6,7 @@ memory shows:
 1. into an array filled with NaN: what is not written stays NaN;
 2. without an output array: the result must be an array of its own, which later calls leave alone;
 3. with the batch in reverse order: a result left over from an earlier call is now a wrong one. (Where batch
-   items cannot be reversed alone, with negated data, and the result is not compared.)
+   items depend on each other, with negated data, and the result is not compared.)
 
 All results are compared with one reference, and the inputs must be the same bytes afterwards.
 """
@@ -32,7 +32,7 @@ from dispatcher.loader import load_problem, problem_names
 from dispatcher.operator import Operator
 from dispatcher.problem import Problem
 from dispatcher.selection import devices, first_usable, parse_request
-from dispatcher.steps import Pointwise, TensorOperand
+from dispatcher.splitting import batch_parameter, batched_tensors
 from dispatcher.verification import Comparison, poisoned, refusal, verify_result, verify_results
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
@@ -376,14 +376,13 @@ class _Subject:
         outputs = [_Output(call(output=poisoned(operator.output_shape, operator.dtype)), "")]
         fresh = call()
         mark = _checksum(fresh)
-        reversible = _reversible(operator)
-        source = tensors[operator.source]
-        other = np.ascontiguousarray(source[::-1]) if reversible else np.negative(source)
-        again = self.compiled(**{**tensors, operator.source: other})
+        turned = _reversed_batch(operator, tensors)
+        other = turned or {**tensors, operator.source: np.negative(tensors[operator.source])}
+        again = self.compiled(**other)
         if _checksum(fresh) != mark:
             return None
         outputs.append(_Output(fresh, "called again without an output array: "))
-        if reversible:
+        if turned is not None:
             outputs.append(_Output(again[::-1], "called again with the batch in reverse order: "))
         first = outputs[0]
         return [first, *(output for output in outputs[1:] if not _same(output.array, first.array))]
@@ -435,18 +434,16 @@ def _check_all(
             subject.take(name, seed, outputs, [next(found) for _ in outputs])
 
 
-def _reversible(operator: Operator) -> bool:
-    """Does reversing the batch of the pipeline's input reverse the batch of the result, and do no more?"""
-    from backends.numpy_ref.backend import mixes_batch
-
-    batch = operator.output_shape[0]
-    per_item = any(
-        isinstance(operand, TensorOperand) and operand.shape[0] > 1
-        for step in operator.steps
-        if isinstance(step, Pointwise)
-        for operand in step.arguments
-    )
-    return batch > 1 and not mixes_batch(operator) and not per_item
+def _reversed_batch(operator: Operator, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+    """The tensors with the batch in reverse order, or None where that does more than to reverse the result."""
+    parameter, _ = batch_parameter(operator)
+    if not parameter or operator.output_shape[0] < 2:
+        return None
+    batched = batched_tensors(operator, parameter)
+    return {
+        name: np.ascontiguousarray(array[::-1]) if name in batched else array
+        for name, array in tensors.items()
+    }
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

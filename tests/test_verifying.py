@@ -117,26 +117,44 @@ def test_the_operator_is_compiled_once_and_run_three_times_a_check(install_backe
     assert fake.compiles == 1 and len(result.checks) == 4 and fake.calls == 12
 
 
-def test_the_batch_is_reversed_only_where_that_changes_nothing_else(install_backends: Install) -> None:
-    """A tensor with a batch axis of its own, and a sum over the batch, forbid it."""
+def other_problem(batch: str | int, *pipeline: dict[str, Any]) -> dict[str, Any]:
+    """A problem with as many tensors as its pipeline names, all of one shape."""
+    names = ["x", *(step["value"] for step in pipeline if "value" in step)]
+    shape = [batch, 2, 2, 2, 2]
+    tensors = [{"name": name, "type": "tensor", "const": True, "shape": shape} for name in names]
+    sizes = [{"name": batch, "type": "size_t"}] if isinstance(batch, str) else []
+    output = {"name": "y", "type": "tensor", "const": False}
+    return {"name": "other", "parameters": [*tensors, output, *sizes], "pipeline": list(pipeline)}
+
+
+def test_the_third_run_has_the_batch_reversed(install_backends: Install) -> None:
     fake = FakeBackend()
     install_backends(fake)
+    problem = other_problem("n", {"op": "add", "value": "z"})
+    (result,) = dispatcher.verify(problem, device="fake", case=None, n=3, inputs="signed")
+    assert result.outcome == "passed"
+    first, second, third = fake.seen
+    for name in ("x", "z"):
+        np.testing.assert_array_equal(second[name], first[name])
+        np.testing.assert_array_equal(third[name], first[name][::-1])
 
-    def problem(*pipeline: dict[str, Any], extra: bool) -> dict[str, Any]:
-        names = ("x", "z") if extra else ("x",)
-        tensors = [{"name": n, "type": "tensor", "const": True, "shape": [3, 2, 2, 2, 2]} for n in names]
-        parameters = [*tensors, {"name": "y", "type": "tensor", "const": False}]
-        return {"name": "other", "parameters": parameters, "pipeline": list(pipeline)}
 
-    added = problem({"op": "add", "value": "z"}, extra=True)
-    summed = problem({"op": "sum", "axis": "batch"}, extra=False)
-    for each in (added, summed):
-        (result,) = dispatcher.verify(each, device="fake", case=None)
-        assert result.outcome == "passed", result.reason
-        np.testing.assert_array_equal(fake.seen[-1]["x"], -fake.seen[-2]["x"])
+@pytest.mark.parametrize(
+    ("batch", "step"),
+    [("n", {"op": "sum", "axis": "batch"}), (3, {"op": "scale", "by": 2.0})],
+    ids=["sum", "fixed"],
+)
+def test_a_batch_that_cannot_be_reversed_is_negated(
+    install_backends: Install, batch: str | int, step: dict[str, Any]
+) -> None:
+    fake = FakeBackend()
     install_backends(fake)
-    dispatcher.verify(CONV, device="fake", inputs="signed")
-    np.testing.assert_array_equal(fake.seen[-1]["input"], fake.seen[-2]["input"][::-1])
+    sizes = {"n": 3} if batch == "n" else {}
+    (result,) = dispatcher.verify(
+        other_problem(batch, step), device="fake", case=None, inputs="signed", **sizes
+    )
+    assert result.outcome == "passed"
+    np.testing.assert_array_equal(fake.seen[2]["x"], -fake.seen[0]["x"])
 
 
 def test_the_worst_check_gives_the_figures_and_the_reason(install_backends: Install) -> None:
