@@ -127,7 +127,7 @@ INPUT_SETS: dict[str, InputSet] = {
         _everywhere,
     ),
     "graded": InputSet(
-        "like signed, but the pipeline's input halves with each step along depth, height and width",
+        "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
         "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
         "everywhere",
         _everywhere,
