@@ -211,14 +211,6 @@ TimeoutOption = Annotated[
     str | None,
     typer.Option("--timeout", metavar="SECONDS", help="For building and running it; 60 if left out."),
 ]
-InputsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--inputs",
-        metavar="KIND",
-        help="Random numbers to run it on, or all; signed if left out. Repeatable.",
-    ),
-]
 JudgeRepeatOption = Annotated[
     str | None, typer.Option("--repeat", metavar="N", help="Timed launches of it; 10 if left out.")
 ]
@@ -595,7 +587,17 @@ def verify_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SET[,SET]...|all",
+            help="Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
+            "large, small, negative, constant, integers, denormal, one_nan, one_inf. If left out: all, and signed "
+            "where the reference takes long.",
+        ),
+    ] = None,
     seed: SeedOption = "0",
+    seeds: Annotated[str, typer.Option(metavar="N", help="Seeds for each set, from --seed on.")] = "1",
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
     kernel: KernelOption = None,
@@ -604,28 +606,35 @@ def verify_command(
     local_size: LocalSizeOption = None,
     build_option: BuildOption = None,
     timeout: TimeoutOption = None,
-    inputs: InputsOption = None,
     repeat: JudgeRepeatOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare devices, or a kernel of your own, with the reference, element by element."""
-    from dispatcher.verifying import Verification, verify
+    """Compare devices, or a kernel of your own, with the reference, element by element; the worst comes first."""
+    from dispatcher.verifying import (
+        Verification,
+        check_inputs,
+        check_seeds,
+        only_reference,
+        verify,
+        worst_first,
+    )
 
-    seed_number = _whole("--seed", seed, 0, MAX_SEED)
+    seed_number, seed_count = _whole("--seed", seed, 0, MAX_SEED), _whole("--seeds", seeds, 1)
+    check_inputs(inputs)
+    check_seeds(seed_number, seed_count)
     its_options = {
         "--entry": entry,
         "--global-size": global_size,
         "--local-size": local_size,
         "--build-option": build_option,
         "--timeout": timeout,
-        "--inputs": inputs,
         "--repeat": repeat,
     }
     if kernel is not None:
-        for name, value in (("--algorithm", algorithm), ("--option", option)):
+        for name, value in (("--algorithm", algorithm), ("--option", option), ("--seeds", seed_count > 1)):
             if value:
                 raise InputError(f"{name} and --kernel are both given; {name} is for our own kernels")
         if problem is None or len(problem) != 1:
@@ -641,6 +650,7 @@ def verify_command(
             dtype=dtype,
             precision=precision,
             seed=seed_number,
+            inputs=inputs,
             **arguments,
         )
         return
@@ -658,37 +668,34 @@ def verify_command(
                 case=its_case,
                 dtype=dtype,
                 precision=precision,
+                inputs=inputs,
                 seed=seed_number,
+                seeds=seed_count,
                 options=options,
                 progress=partial(_report_part, advance, number, len(chosen)),
                 **arguments,
             )
     for result in results:
         _tell_skipped(result.skipped)
+    results = worst_first(results)
     failed = [result for result in results if result.outcome == "failed"]
     broken = [result for result in results if result.outcome == "error"]
-    refused = [result for result in results if result.outcome == "unsupported" and device != "all"]
+    refused = [result for result in results if result.outcome == "unsupported"]
+    alone = device == "all" and only_reference(results)
+    lacking = alone or (refused and device != "all")
+    code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if lacking else 0
     if as_json:
-        _print_json("verify", {"passed": not failed, "results": [result.as_dict() for result in results]})
+        report = {"passed": code == 0, "only_reference": only_reference(results)}
+        _print_json("verify", {**report, "results": [result.as_dict() for result in results]})
     else:
-        _print(
-            _table(
-                ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "ERROR/BOUND", "MAX ERROR", "NORMWISE"),
-                [
-                    (
-                        result.problem,
-                        result.case or "",
-                        result.device.id,
-                        result.outcome,
-                        *_figures(result.comparison),
-                    )
-                    for result in results
-                ],
-            )
-        )
+        _print_verification(results)
     for result in (*failed, *broken, *refused):
         _complain(f"{result.problem} on {result.device.id}: {result.reason}")
-    code = 1 if failed else KernelError.exit_code if broken else DeviceError.exit_code if refused else 0
+    if alone:
+        _complain(
+            "nothing was compared with the reference: no device but NumPy can run, and NumPy is the reference; "
+            "see dispatcher doctor, or check NumPy alone with --device numpy"
+        )
     raise typer.Exit(code)
 
 
@@ -701,17 +708,14 @@ def _judge(
     **arguments: Any,
 ) -> None:
     """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
-    from dispatcher.inputs import KINDS
     from dispatcher.judging import ENTRY, TIMEOUT_S, verify_kernel
 
-    inputs = given["--inputs"] or ["signed"]
     options = {
         "entry": given["--entry"] or ENTRY,
         "global_size": given["--global-size"],
         "local_size": given["--local-size"],
         "build_options": given["--build-option"] or (),
         "timeout_s": _seconds_above_zero("--timeout", given["--timeout"] or f"{TIMEOUT_S:g}"),
-        "inputs": list(KINDS) if inputs == ["all"] else inputs,
         "repeats": _whole("--repeat", given["--repeat"] or "10", 1),
     }
     with _progress(f"judging {kernel}") as advance:
@@ -1339,6 +1343,38 @@ def _print_judgement(judgement: Judgement, apart: bool) -> None:
     if judgement.log:
         _print(judgement.log)
     _print(f"verdict   {judgement.outcome}")
+
+
+def _print_verification(results: Sequence[Any]) -> None:
+    """The figures of each worst check, then the largest error over its bound for every set of inputs."""
+    from dispatcher.inputs import INPUT_SETS
+
+    rows = []
+    for result in results:
+        found = result.comparison
+        at = found is not None and found.worst_index is not None
+        rows.append(
+            (
+                *(
+                    result.problem,
+                    result.case or "",
+                    result.device.id,
+                    result.outcome,
+                    str(len(result.checks)),
+                ),
+                *_figures(found),
+                *(result.inputs, str(result.seed)),
+                ",".join(map(str, found.worst_index)) if at else "",
+                *((f"{found.worst_value:.9g}", f"{found.worst_reference:.9g}") if at else ("", "")),
+            )
+        )
+    headers = ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "CHECKS", "ERROR/BOUND", "MAX ERROR", "NORMWISE")
+    _print(_table((*headers, "INPUTS", "SEED", "WORST AT", "RESULT", "REFERENCE"), rows))
+    sets = [name for name in INPUT_SETS if any(name == c.inputs for r in results for c in r.checks)]
+    if len(sets) > 1:
+        cells = [[result.problem, result.device.id, *result.worst_of(sets)] for result in results]
+        _print("")
+        _print(_table(("ERROR/BOUND BY INPUTS", "DEVICE", *sets), cells))
 
 
 def _figures(comparison: Any) -> tuple[str, str, str]:

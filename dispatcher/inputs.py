@@ -19,23 +19,190 @@ from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, TensorOperand
+from dispatcher.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    TensorOperand,
+)
 
 Role = Literal["data", "weight", "factor", "term"]
 
-#: What the elements look like, by kind.
-KINDS: dict[str, str] = {
-    "signed": "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
-    "integers": "integers from -3 to 3, so that sums are exact in float32",
-    "uniform": "uniform in [0, 1): for timing, since it hides many faults",
-    "large_mean": "like signed, on top of a mean that is large compared with the spread",
-    "constant": "every element of a tensor is the same",
-    "one_nan": "like signed, with one NaN in the middle of the pipeline's input",
-    "one_inf": "like signed, with one plus infinity in the middle of the pipeline's input",
-    "denormal": "like signed, with the pipeline's input below the smallest normal number",
+#: Pointwise functions that are built on an exponential, which overflows.
+_EXPONENTIAL = ("gelu", "sigmoid", "tanh", "silu", "softplus")
+
+
+# ---- the sets and where they are meaningful ----------------------------------------------------------------
+def _everywhere(operator: Operator) -> bool:
+    return True
+
+
+def _nowhere(operator: Operator) -> bool:
+    return False
+
+
+def _normalizes(operator: Operator) -> bool:
+    return any(isinstance(step, Normalize) for step in operator.steps)
+
+
+def _has_exponentials(operator: Operator) -> bool:
+    """Is there an exponential of a value whose size the inputs decide, that is, before any normalisation?"""
+    for step in operator.steps:
+        match step:
+            case Normalize():
+                return False
+            case Softmax() | Reduce(function="log_sum_exp"):
+                return True
+            case Pointwise() if step.function in _EXPONENTIAL:
+                return True
+    return False
+
+
+def _divides(operator: Operator) -> bool:
+    """Does a step divide by a statistic of its input?"""
+    return any(
+        isinstance(step, Normalize | Softmax) or (isinstance(step, Reduce) and step.function == "log_sum_exp")
+        for step in operator.steps
+    )
+
+
+def _takes_maxima(operator: Operator) -> bool:
+    return any(isinstance(step, Pool | Reduce) and step.function == "max" for step in operator.steps)
+
+
+def _saturates(operator: Operator) -> bool:
+    """Does a step make one constant of all large values?"""
+    return any(
+        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.function == "clamp")
+        for step in operator.steps
+    )
+
+
+def _exact(operator: Operator) -> bool:
+    """Are all sums and means of small integers exact, in whatever order they are taken?"""
+    for step in operator.steps:
+        match step:
+            case ConvTranspose3d() | Pool(function="max") | Reduce(function=("sum" | "max")):
+                continue
+            case Pool():
+                count = math.prod(step.window)
+                if count & (count - 1):  # a mean over a power of two is exact
+                    return False
+            case Pointwise(function=("add" | "subtract" | "scale" | "clamp" | "relu")):
+                scalars = [x.value for x in step.arguments if isinstance(x, ScalarOperand)]
+                if any(math.isfinite(scalar) and scalar != round(scalar) for scalar in scalars):
+                    return False
+            case _:
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """One way to fill the input tensors.
+
+    Attributes:
+        looks: what the elements look like.
+        reason: which faults it shows.
+        where: the pipelines on which it shows something, in words.
+        meaningful: the same as a function of the operator.
+    """
+
+    looks: str
+    reason: str
+    where: str
+    meaningful: Callable[[Operator], bool]
+
+
+#: Every set by name. The first is the one that stands for all where only one can be afforded.
+INPUT_SETS: dict[str, InputSet] = {
+    "signed": InputSet(
+        "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
+        "no two outputs are alike, a clamp to [0, 1] is active at both ends, rows have a real variance",
+        "everywhere",
+        _everywhere,
+    ),
+    "graded": InputSet(
+        "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
+        "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
+        "everywhere",
+        _everywhere,
+    ),
+    "large_mean": InputSet(
+        "like signed, on top of a mean that is large compared with the spread",
+        "cancellation, such as a variance as E[x^2] - E[x]^2; sums whose terms all have one sign",
+        "no clamp and no softmax, which make a constant of it",
+        lambda operator: not _saturates(operator),
+    ),
+    "large": InputSet(
+        "like signed, with weights 256 times as large",
+        "exponentials that overflow, such as a softmax that does not subtract the maximum",
+        "an exponential with no normalisation before it",
+        _has_exponentials,
+    ),
+    "small": InputSet(
+        "like signed, with weights and terms 256 times as small",
+        "a wrong eps: it is of the size of the variance here",
+        "a normalisation",
+        _normalizes,
+    ),
+    "negative": InputSet(
+        "positive data and negative weights and terms, so that the convolution's output is negative",
+        "maxima that start from zero, or from padding with zeros",
+        "a maximum",
+        _takes_maxima,
+    ),
+    "constant": InputSet(
+        "every element of a tensor is the same",
+        "a division by a variance of zero; equal terms, whose roundings add up",
+        "a normalisation, softmax or log-sum-exp",
+        _divides,
+    ),
+    "integers": InputSet(
+        "integers from -3 to 3, so that sums are exact in float32",
+        "wrong indices, apart from any rounding: a direct sum has an error of 0, a fault one of 1 or more",
+        "a pipeline that is exact on integers",
+        _exact,
+    ),
+    "denormal": InputSet(
+        "like signed, with the pipeline's input below the smallest normal number",
+        "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
+        "everywhere",
+        _everywhere,
+    ),
+    "one_nan": InputSet(
+        "like signed, with one NaN at a random place in the middle half of the pipeline's input",
+        "NaN that is dropped (fmax, fmin, clamp) or that spreads to outputs it does not reach",
+        "everywhere",
+        _everywhere,
+    ),
+    "one_inf": InputSet(
+        "like signed, with one plus infinity at a random place in the middle half of the pipeline's input",
+        "infinities that become NaN or large numbers, or that spread (transforms, masks that multiply by 0)",
+        "everywhere",
+        _everywhere,
+    ),
+    "uniform": InputSet(
+        "uniform in [0, 1)",
+        "nothing: it hides many faults (a clamp to [0, 1] saturates) and is for timing only",
+        "nowhere",
+        _nowhere,
+    ),
 }
 
+
+def meaningful_sets(operator: Operator) -> tuple[str, ...]:
+    """The names of the sets that show something about ``operator``, in the order of :data:`INPUT_SETS`."""
+    return tuple(name for name, inputs in INPUT_SETS.items() if inputs.meaningful(operator))
+
+
+# ---- making them -------------------------------------------------------------------------------------------
 _BLOCK = 1 << 16  # elements made at once
+_GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
 
 
 def check_seed(seed: Any) -> int:
@@ -135,26 +302,34 @@ def _large_mean(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]
     if use.role == "data":
         bell += dtype.type(1000)
     else:  # nearly equal weights, so that the mean is common to all channels
-        bell *= dtype.type(1 / 16)
+        bell *= dtype.type(1 / 128)
         bell += dtype.type(1)
         bell *= dtype.type(use.spread)
     return bell
 
 
+def _negative(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if use.role == "factor":
+        return _signed(fields, use, dtype)
+    bell: NDArray[Any] = np.abs(_bell(fields, dtype))
+    bell += dtype.type(0.25)
+    bell *= dtype.type(use.spread if use.role == "data" else -use.spread)
+    return bell
+
+
 def _constant(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
     # A power of two, so that sums are exact however they are taken.
-    return np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+    constant: NDArray[Any] = np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+    return constant
 
 
+#: What makes the elements of a set; of one that is not here, :func:`_signed`, and :func:`_finish` the rest.
 _MAKERS: dict[str, Callable[[Fields, _Use, np.dtype[Any]], NDArray[Any]]] = {
-    "signed": _signed,
     "integers": _integers,
     "uniform": _uniform,
     "large_mean": _large_mean,
+    "negative": _negative,
     "constant": _constant,
-    "one_nan": _signed,
-    "one_inf": _signed,
-    "denormal": _signed,
 }
 
 
@@ -164,7 +339,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     Args:
         operator: gives names, shapes, dtype, and what each tensor is used for.
         seed: ``0 <= seed < 2**64``.
-        kind: one of :data:`KINDS`.
+        kind: one of :data:`INPUT_SETS`.
 
     Returns:
         C-contiguous arrays of the operator's dtype by name, in the order of the problem's parameters.
@@ -173,16 +348,17 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
         InputError: ``seed`` or ``kind`` is not as it should be.
     """
     seed = check_seed(seed)
-    if kind not in KINDS:
-        raise InputError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in INPUT_SETS:
+        raise InputError(f"kind is {kind!r}; expected one of {', '.join(INPUT_SETS)}")
     uses = _uses(operator)
-    tensors = {
-        name: _tensor(shape, np.dtype(operator.dtype), uses.get(name, _Use("term", 0.5)), seed, name, kind)
-        for name, shape in operator.tensor_shapes.items()
-    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, shape in operator.tensor_shapes.items():
+        use = uses.get(name, _Use("term", 0.5))
+        tensors[name] = _tensor(shape, np.dtype(operator.dtype), use, seed, name, kind)
+        _finish(tensors[name], use, kind)
     data = tensors[operator.source]
     if kind in ("one_nan", "one_inf") and data.size:
-        data.reshape(-1)[data.size // 2] = np.nan if kind == "one_nan" else np.inf
+        data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
     return tensors
 
 
@@ -192,13 +368,32 @@ def _tensor(
     """One tensor of ``shape``; float16 is rounded from float32."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
     working = np.dtype(np.float32) if dtype == np.float16 else dtype
-    make = _MAKERS[kind]
+    make = _MAKERS.get(kind, _signed)
     result = np.empty(shape, dtype)
     flat = result.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         count = min(_BLOCK, flat.size - start)
         fields = generator.random_raw(count).astype("<u8", copy=False).view("<u2").reshape(count, 4)
         flat[start : start + count] = make(fields, use, working)
-    if kind == "denormal" and use.role == "data":
-        flat *= dtype.type(np.finfo(dtype).tiny / 8)
     return result
+
+
+def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
+    """Multiply a signed tensor, in place, by the powers of two that its set asks for."""
+    dtype = tensor.dtype.type
+    match kind, use.role:
+        case "denormal", "data":
+            tensor *= dtype(np.finfo(dtype).tiny / 8)
+        case "graded", "data":
+            depth, height, width = np.ogrid[tuple(slice(extent) for extent in tensor.shape[2:])]
+            tensor *= np.ldexp(dtype(1), -((depth + height + width) % _GRADES))
+        case "large", "weight":
+            tensor *= dtype(256)
+        case "small", ("weight" | "term"):
+            tensor *= dtype(1 / 256)
+
+
+def _middle_place(shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """A random place in the middle half of each axis, which no pool in floor mode leaves out."""
+    generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(b"the odd element")))
+    return tuple(extent // 4 + int(generator.random_raw()) % max(1, extent // 2) for extent in shape)

@@ -28,7 +28,7 @@ from dispatcher.compiled import ProblemLike
 from dispatcher.errors import BuildError, DeviceError, DispatcherError, InputError, KernelError
 from dispatcher.explanation import device_dict, operator_dict, skipped_list
 from dispatcher.expressions import Expression
-from dispatcher.inputs import KINDS, check_seed, random_tensors
+from dispatcher.inputs import check_seed, random_tensors
 from dispatcher.interface import Device
 from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
@@ -36,7 +36,7 @@ from dispatcher.problem import Problem
 from dispatcher.selection import backend_devices, candidates, first_usable, parse_request
 from dispatcher.userkernel import MARGIN, KernelHost, Kind, LoadedKernel, UserKernel
 from dispatcher.verification import Comparison, poisoned, verify_results
-from dispatcher.verifying import changed_inputs, checksums, comparison_dict
+from dispatcher.verifying import changed_inputs, check_inputs, checksums, comparison_dict, sets_for
 
 TIMEOUT_S = 60.0
 ENTRY = "solution"
@@ -63,7 +63,7 @@ class Check:
     """A kernel on one set of inputs.
 
     Attributes:
-        inputs: the kind of random numbers, one of :data:`dispatcher.inputs.KINDS`.
+        inputs: the kind of random numbers, one of :data:`dispatcher.inputs.INPUT_SETS`.
         launch: ``first``, or ``last`` where the last timed launch had another result than the first.
         passed: whether the result is right and nothing else was touched.
         reason: what is wrong, in one line; empty when passed.
@@ -181,7 +181,7 @@ def verify_kernel(
     local_size: Sizes | None = None,
     build_options: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
-    inputs: Sequence[str] = ("signed",),
+    inputs: str | Sequence[str] | None = None,
     seed: int = 0,
     dtype: str | None = None,
     precision: str = "fp32",
@@ -209,8 +209,7 @@ def verify_kernel(
         local_size: work items of a group (threads of a block), likewise.
         build_options: for the compiler, as they are.
         timeout_s: seconds that building and running may take together.
-        inputs: kinds of random numbers, of :data:`dispatcher.inputs.KINDS`: the kernel runs on each, and is timed on
-            the first.
+        inputs: sets of inputs, as for :func:`dispatcher.verify`: the kernel runs on each, and is timed on the first.
         seed: seed of the input tensors, from 0 to 2**64 - 1.
         repeats: timed launches, 1 or more; fewer where they would take too much of the time limit.
         warmup: launches before them.
@@ -227,9 +226,7 @@ def verify_kernel(
     """
     check_seed(seed)
     _check_numbers(timeout_s, repeats, warmup)
-    kinds = [inputs] if isinstance(inputs, str) else list(inputs)
-    if not kinds or not set(kinds) <= set(KINDS):
-        raise InputError(f"inputs is {inputs!r}; expected some of {', '.join(KINDS)}")
+    wanted = check_inputs(inputs)
     loaded = load_problem(problem)
     operator = bind_arguments(
         loaded, sort_arguments(loaded, arguments), case=case, dtype=dtype, precision=precision
@@ -241,7 +238,7 @@ def verify_kernel(
     places = _places(backend, device, source.file)
     for place, skipped in places:
         with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
-            trial = _Trial(operator, source, place, Path(folder), kinds, seed)
+            trial = _Trial(operator, source, place, Path(folder), sets_for(operator, wanted), seed)
             trial.prepare(timeout_s, repeats, warmup)
             try:
                 verdict = trial.judge(trial.run(timeout_s), timeout_s, progress)

@@ -60,6 +60,15 @@ def batch_parameter(operator: Operator) -> tuple[str, str]:
     return name, ""
 
 
+def batched_tensors(operator: Operator, parameter: str) -> set[str]:
+    """The names of the input tensors whose first axis is the batch, ``parameter``."""
+    return {
+        tensor.name
+        for tensor in operator.problem.tensors
+        if tensor.shape and str(tensor.shape[0]) == parameter
+    }
+
+
 def _expressions(value: Any) -> Iterator[Expression]:
     if isinstance(value, Expression):
         yield value
@@ -158,11 +167,7 @@ class PartwiseExecutable:
         self, operator: Operator, parameter: str, parts: Sequence[Part], *, side_by_side: bool = False
     ) -> None:
         self._operator, self._parts, self._side_by_side = operator, tuple(parts), side_by_side
-        self._batched = {
-            tensor.name
-            for tensor in operator.problem.tensors
-            if tensor.shape and str(tensor.shape[0]) == parameter
-        }
+        self._batched = batched_tensors(operator, parameter)
 
     @property
     def count(self) -> int:

@@ -1,13 +1,18 @@
 """Checking a result against the reference, with an error bound for every element.
 
 The reference walks through the pipeline in float64. Beside each value goes a bound on the error that a
-correct implementation in the operator's arithmetic may make there: a running error analysis (Higham,
-"Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3). A sum of ``n`` terms is granted
-``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of different terms are taken to be
-independent. Rounding errors behave like that (Higham and Mary, "A new approach to probabilistic rounding
-error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case would let wrong results
-pass. The price: data made so that hundreds of large terms cancel in a row can exceed the bound honestly; a
-problem file may then set a ``tolerance``.
+correct implementation in the operator's arithmetic may make there: a forward error bound in the style of a
+running error analysis (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3).
+A sum of ``n`` terms is granted ``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of
+different terms are taken to be independent. Rounding errors behave like that (Higham and Mary, "A new approach
+to probabilistic rounding error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case
+would let wrong results pass. The price: data made so that hundreds of large terms cancel in a row can exceed
+the bound honestly; a problem file may then set a ``tolerance``. docs/verification.md has the formulas.
+
+Two things must hold: no element is further from the reference than its bound, and the Euclidean norm of all
+errors is not more than :func:`normwise_share` of the norm of all bounds, since errors that are independent
+do not all come near their bounds at once. The first finds single wrong elements, the second small faults that
+all elements have in common.
 
 The bounds scale with the data, so a check needs no tolerance of its own: a softmax whose values are near 1e-5
 is checked as sharply as one whose values are near 1. Numbers below the smallest normal one may be flushed to
@@ -39,11 +44,12 @@ class Comparison:
     """What a comparison found.
 
     Attributes:
-        passed: True when every element is within its bound.
+        passed: True when every element is within its bound, and their norm within the norm's.
         max_abs_error: largest ``|result - reference|``; NaN or infinite where just one of them is.
         max_error_over_bound: largest ratio of error and bound; at most 1 when passed.
         normwise: ``|result - reference| / |reference|`` in the Euclidean norm over all finite elements.
-        worst_index: where that ratio is largest; None when there are no elements or the shapes differ.
+        normwise_over_bound: ``|result - reference|`` over the largest norm allowed; at most 1 when passed.
+        worst_index: where error over bound is largest; None when there are no elements or the shapes differ.
         worst_value: the result there.
         worst_reference: the reference there.
         reason: why it failed, in one line; empty when passed.
@@ -53,19 +59,45 @@ class Comparison:
     max_abs_error: float
     max_error_over_bound: float
     normwise: float
+    normwise_over_bound: float
     worst_index: tuple[int, ...] | None = None
     worst_value: float = math.nan
     worst_reference: float = math.nan
     reason: str = ""
 
+    @property
+    def severity(self) -> float:
+        """The larger of the two ratios of error and bound, by which results can be sorted; NaN counts as infinite."""
+        ratios = (self.max_error_over_bound, self.normwise_over_bound)
+        return math.inf if any(map(math.isnan, ratios)) else max(ratios)
 
-def _refused(reason: str) -> Comparison:
-    return Comparison(False, math.inf, math.inf, math.inf, reason=reason)
+
+def refusal(reason: str) -> Comparison:
+    """A failed comparison without figures: there was nothing that could be compared."""
+    return Comparison(False, math.inf, math.inf, math.inf, math.inf, reason=reason)
+
+
+def normwise_share(elements: int) -> float:
+    """The part of the norm of the bounds that the norm of the errors may reach.
+
+    One error may reach its bound, which lies some four standard deviations out; of many independent errors, the
+    root of the mean square is about one standard deviation: a quarter.
+
+    Args:
+        elements: how many there are.
+    """
+    return 0.25 * (1.0 + 3.0 / math.sqrt(max(1, elements)))
 
 
 def _worse(one: float, other: float) -> bool:
     """Is ``one`` worse than ``other``? NaN is worse than anything."""
     return not math.isnan(other) and (math.isnan(one) or one > other)
+
+
+def _sum_of_squares(values: Array) -> float:
+    """Of all elements. Not by np.vdot, which starts threads for arrays that are too small for it."""
+    flat = values.reshape(-1)
+    return float(np.einsum("i,i->", flat, flat))
 
 
 class _Tally:
@@ -74,6 +106,7 @@ class _Tally:
     def __init__(self) -> None:
         self.max_abs_error = self.max_ratio = 0.0
         self.error_squares = self.reference_squares = 0.0
+        self.bound_squares = self.rounding_squares = 0.0
         self.elements = self.beyond = self.odd_nans = self.odd_infinities = 0
         self.worst_index: tuple[int, ...] | None = None
         self.worst_value = self.worst_reference = self.worst_bound = math.nan
@@ -83,7 +116,7 @@ class _Tally:
         if result.size == 0:
             return
         value = result.astype(np.float64)
-        known = reference  # without what is not finite
+        known, known_bound = reference, bound  # without what is not finite
         with np.errstate(all="ignore"):
             error = np.abs(value - reference)
             if not np.isfinite(error).all():
@@ -94,11 +127,17 @@ class _Tally:
                 odd_nans = np.isnan(value) != np.isnan(reference)
                 self.odd_nans += int(odd_nans.sum())
                 self.odd_infinities += int((np.isinf(error) & ~odd_nans).sum())
-                known = np.where(np.isfinite(reference), reference, 0.0)
+                finite = np.isfinite(reference)
+                known, known_bound = np.where(finite, reference, 0.0), np.where(finite, bound, 0.0)
             ratio = np.divide(error, bound)
             ratio[error == 0.0] = 0.0
-            self.error_squares += float(np.vdot(error, error))
-            self.reference_squares += float(np.vdot(known, known))
+            self.error_squares += _sum_of_squares(error)
+            self.reference_squares += _sum_of_squares(known)
+            # The rounding of the result itself may be all that a bound consists of, and the same everywhere.
+            rounding = np.minimum(known_bound, result_rounding(known, result.dtype))
+            self.rounding_squares += _sum_of_squares(rounding)
+            computed = known_bound - rounding
+            self.bound_squares += _sum_of_squares(computed)
         self.elements += error.size
         self.beyond += int((~(ratio <= 1.0)).sum())
         largest = float(error.max())
@@ -116,12 +155,17 @@ class _Tally:
 
     def finish(self) -> Comparison:
         """The comparison of all that was taken in."""
+        error = math.sqrt(self.error_squares)
+        share = normwise_share(self.elements)
+        allowed = share * math.sqrt(self.bound_squares) + math.sqrt(self.rounding_squares)
+        normwise_ratio = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
         if self.reference_squares > 0.0:
-            normwise = math.sqrt(self.error_squares / self.reference_squares)
+            normwise = error / math.sqrt(self.reference_squares)
         else:
-            normwise = 0.0 if self.error_squares == 0.0 else math.inf
+            normwise = 0.0 if error == 0.0 else math.inf
         if math.isnan(self.max_abs_error):
-            normwise = math.nan
+            normwise = normwise_ratio = math.nan
+        within = normwise_ratio <= 1.0 or self.elements == 0
         reason = ""
         if self.beyond:
             reason = (
@@ -132,11 +176,18 @@ class _Tally:
                 reason += f"; {self.odd_nans} are NaN where the reference is not, or the other way round"
             if self.odd_infinities:
                 reason += f"; {self.odd_infinities} are infinite where the reference is not, or otherwise"
+        elif not within:
+            reason = (
+                f"every element is within its bound, but all together are off by {normwise:.3g} of the "
+                f"reference's norm, {normwise_ratio:.3g} of what is allowed; the worst, at {self.worst_index}, "
+                f"is {self.worst_value:.9g}, expected {self.worst_reference:.9g}"
+            )
         return Comparison(
-            self.beyond == 0,
+            self.beyond == 0 and within,
             self.max_abs_error,
             self.max_ratio,
             normwise,
+            normwise_ratio,
             self.worst_index,
             self.worst_value,
             self.worst_reference,
@@ -174,13 +225,21 @@ def compare(
     """
     misfit = _misfit(result, reference.shape, dtype)
     if misfit:
-        return _refused(misfit)
+        return refusal(misfit)
     tally = _Tally()
     bounds = np.full(reference.shape, float(bound)) if isinstance(bound, int | float) else bound
     if bounds.shape != reference.shape:
-        return _refused(f"the bound has shape {bounds.shape}; the reference has shape {reference.shape}")
+        return refusal(f"the bound has shape {bounds.shape}; the reference has shape {reference.shape}")
     tally.add(result, reference.astype(np.float64), bounds, 0)
     return tally.finish()
+
+
+def result_rounding(reference: Array, dtype: np.dtype[Any] | str) -> Array:
+    """The largest error of rounding each element once to ``dtype``; that of an infinite one is not finite."""
+    final = np.finfo(dtype)
+    rounding: Array = np.abs(reference) * float(final.eps / 2)
+    rounding += float(final.smallest_subnormal)
+    return rounding
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -306,17 +365,21 @@ class _Rules:
     ) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
-        unit = self.arithmetic.sum_of(terms) + 2.0 * self.arithmetic.product
+        # Winograd transforms add and subtract two or three numbers, before and after, on the axes where a phase
+        # has several taps.
+        transformed = [axis.most_taps > 1 for axis in step.geometry.axes]
+        unit = self.arithmetic.sum_of(terms + 3 * sum(transformed)) + 2.0 * self.arithmetic.product
         # Partial sums of terms in no particular order are of the size of sqrt(y^2 + sum of squared terms).
         # Independent errors of the terms add up in the same way, so that one convolution gives both.
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
-        # Fast algorithms compute neighbours of one phase together, with errors of the size of the largest. What
-        # is infinite or undefined has no error and lends none.
+        # They compute neighbours of one phase together, with errors of the size of the largest. What is infinite
+        # or undefined has no error and lends none.
         squares[~np.isfinite(squares)] = 0.0
         for axis, along in enumerate(step.geometry.axes, start=2):
-            squares = _largest_neighbour(squares, axis, along.stride)
+            if transformed[axis - 2]:
+                squares = _largest_neighbour(squares, axis, along.stride)
         y_squared = np.square(y)
         squares = np.maximum(squares, y_squared / terms)
         error: Array = unit * np.sqrt(y_squared + squares)
@@ -468,13 +531,11 @@ def _each_part(
 
     meter = Meter(progress, 2 * len(chunks(operator)) * len(operator.convolutions))
     rules = _Rules(arithmetic_of(operator), meter)
-    final = np.finfo(operator.dtype)
 
     def work(chunk: slice) -> None:
         exact = walk(operator, tensors, chunk, rules.load, rules.compute)
         reference, bound = np.ascontiguousarray(exact.value), np.ascontiguousarray(exact.error)
-        bound += np.abs(reference) * float(final.eps / 2)  # the result is rounded to the operator's dtype
-        bound += float(final.smallest_subnormal)
+        bound += result_rounding(reference, operator.dtype)
         bound *= operator.problem.tolerance
         take(output_chunk(operator, chunk), reference, bound)
 
@@ -551,5 +612,5 @@ def verify_results(
     if not all(misfits):
         _each_part(operator, tensors, progress, take)
     return [
-        _refused(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)
+        refusal(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)
     ]

@@ -84,7 +84,7 @@ KEYS = {
         *("warm_median_s", "gflops", "verified", "comparison", "output"),
     },
     "explain": {*OPERATOR_KEYS, "case", "device", "skipped", "convolutions", "launches"},
-    "verify": {"passed", "results"},
+    "verify": {"passed", "only_reference", "results"},
     "bench": {"machine", "versions", "protocol", "results", "peers", "failures", "races"},
 }
 

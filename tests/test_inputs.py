@@ -14,8 +14,9 @@ import pytest
 
 from backends.numpy_ref import reference
 from dispatcher.errors import InputError
-from dispatcher.inputs import KINDS, random_tensors
+from dispatcher.inputs import INPUT_SETS, meaningful_sets, random_tensors
 from dispatcher.operator import Operator
+from tests.honest import compute
 from tests.strategies import conv_operator, operator_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,32 +39,44 @@ DIGESTS = {
     ("signed", "float16"): "f8f1d2709437f363",
     ("signed", "float32"): "051f3aeb105eae8d",
     ("signed", "float64"): "e9bdacb1dec5d65b",
-    ("integers", "float16"): "5aec908a1130cf0d",
-    ("integers", "float32"): "9c320c0095b4eb74",
-    ("integers", "float64"): "84af240c1757fe8b",
-    ("uniform", "float16"): "292eabc47165723e",
-    ("uniform", "float32"): "283520d8ef08bd1e",
-    ("uniform", "float64"): "b6486f634165ee6a",
-    ("large_mean", "float16"): "5d519dfffd8fac7a",
-    ("large_mean", "float32"): "02e4e1d4471ab693",
-    ("large_mean", "float64"): "060e29f787b4b68f",
+    ("graded", "float16"): "34a4231f64901339",
+    ("graded", "float32"): "fbfdf24e315f642b",
+    ("graded", "float64"): "f32855c8f841bf2f",
+    ("large_mean", "float16"): "5fab14b6d4993754",
+    ("large_mean", "float32"): "22e144b076880971",
+    ("large_mean", "float64"): "f8c632c4cea9cf15",
+    ("large", "float16"): "ae42955c82841456",
+    ("large", "float32"): "1b90e3cf8e871938",
+    ("large", "float64"): "050d27990a96fb26",
+    ("small", "float16"): "619e520d7fa58e15",
+    ("small", "float32"): "f00cc33fbb85d973",
+    ("small", "float64"): "6dbe205391e1be09",
+    ("negative", "float16"): "6820ad2c931783c5",
+    ("negative", "float32"): "3fe8f2d876b34ff2",
+    ("negative", "float64"): "8e485f80ba055be6",
     ("constant", "float16"): "cddd70de1d885341",
     ("constant", "float32"): "ab641ec7486f2bd6",
     ("constant", "float64"): "059e61f2f14cf9c6",
-    ("one_nan", "float16"): "41a6bdc5813ef8af",
-    ("one_nan", "float32"): "7b49cd22f43ab850",
-    ("one_nan", "float64"): "92d844e34603b166",
-    ("one_inf", "float16"): "a8d7df15af533b77",
-    ("one_inf", "float32"): "e4bd1b603617c90a",
-    ("one_inf", "float64"): "d560ba5b8351f68d",
+    ("integers", "float16"): "5aec908a1130cf0d",
+    ("integers", "float32"): "9c320c0095b4eb74",
+    ("integers", "float64"): "84af240c1757fe8b",
     ("denormal", "float16"): "61ff90ae76ac3e45",
     ("denormal", "float32"): "46153304b5a4fd95",
     ("denormal", "float64"): "b741f7d092469448",
+    ("one_nan", "float16"): "c4c293b6754087d0",
+    ("one_nan", "float32"): "711d117583a041d8",
+    ("one_nan", "float64"): "64bf91f81423b1f8",
+    ("one_inf", "float16"): "d11af8016c9c3372",
+    ("one_inf", "float32"): "ee371650f0616e93",
+    ("one_inf", "float64"): "9087ad491ba79066",
+    ("uniform", "float16"): "292eabc47165723e",
+    ("uniform", "float32"): "283520d8ef08bd1e",
+    ("uniform", "float64"): "b6486f634165ee6a",
 }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INPUT_SETS)
 def test_the_bytes_never_change(kind: str, dtype: str) -> None:
     assert digest(random_tensors(small(dtype), 0, kind=kind))[:16] == DIGESTS[kind, dtype]
 
@@ -123,7 +136,7 @@ def test_an_unknown_kind() -> None:
 
 def test_order_layout_and_empty_batches() -> None:
     operator = conv_operator((0, 4, 3, 4, 5), 6, (2, 3, 2), bias=True)
-    for kind in KINDS:
+    for kind in INPUT_SETS:
         tensors = random_tensors(operator, 0, kind=kind)
         assert list(tensors) == list(operator.tensor_shapes)
         for name, tensor in tensors.items():
@@ -199,10 +212,74 @@ def test_constant_makes_channels_equal() -> None:
 def test_one_nan_one_infinity_and_denormals(dtype: str) -> None:
     signed = random_tensors(small(dtype), 0)
     for kind, odd in (("one_nan", np.isnan), ("one_inf", np.isposinf)):
+        places = set()
+        for seed in range(20):
+            tensors = random_tensors(small(dtype), seed, kind=kind)
+            ((place,),) = [np.argwhere(odd(tensors["x"]))]
+            places.add(tuple(int(index) for index in place))
+            for index, extent in zip(place, tensors["x"].shape, strict=True):
+                assert extent // 4 <= index < max(1, extent - extent // 4)
+        assert len(places) > 5
         tensors = random_tensors(small(dtype), 0, kind=kind)
-        assert odd(tensors["x"]).sum() == 1
         np.testing.assert_array_equal(tensors["x"][~odd(tensors["x"])], signed["x"][~odd(tensors["x"])])
         np.testing.assert_array_equal(tensors["w"], signed["w"])
     denormal = random_tensors(small(dtype), 0, kind="denormal")
     assert (np.abs(denormal["x"]) < np.finfo(dtype).tiny).all() and (denormal["x"] != 0).mean() > 0.9
     np.testing.assert_array_equal(denormal["w"], signed["w"])
+
+
+def test_graded_input_halves_with_each_step() -> None:
+    signed, graded = (random_tensors(small(), 0, kind=kind) for kind in ("signed", "graded"))
+    np.testing.assert_array_equal(graded["w"], signed["w"])
+    for d, h, w in ((0, 0, 0), (0, 0, 3), (2, 3, 4)):
+        np.testing.assert_array_equal(
+            graded["x"][..., d, h, w], signed["x"][..., d, h, w] * np.float32(2.0 ** -(d + h + w))
+        )
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("large", 256), ("small", 1 / 256)])
+def test_large_and_small_weights(kind: str, factor: float) -> None:
+    signed, scaled = random_tensors(small(), 0), random_tensors(small(), 0, kind=kind)
+    np.testing.assert_array_equal(scaled["x"], signed["x"])
+    np.testing.assert_array_equal(scaled["w"], signed["w"] * np.float32(factor))
+    terms = factor if kind == "small" else 1  # a bias would hide what is small
+    np.testing.assert_array_equal(scaled["b"], signed["b"] * np.float32(terms))
+
+
+def test_negative_makes_the_convolution_negative() -> None:
+    for seed in range(5):
+        result = reference(small(), random_tensors(small(), seed, kind="negative"))
+        assert result.max() < 0 and result.std() > 0.1
+
+
+def test_which_sets_show_something() -> None:
+    def sets(*pipeline: Any) -> set[str]:
+        operator = conv_operator((1, 4, 4, 4, 4), 4, (3, 3, 3), after=list(pipeline))
+        return set(meaningful_sets(operator)) - {"signed", "graded", "denormal", "one_nan", "one_inf"}
+
+    softmax = {"op": "softmax", "axis": "spatial"}
+    norm = {"op": "layer_norm", "axis": "channel"}
+    assert sets() == {"large_mean", "integers"}
+    assert sets({"op": "max_pool3d", "window": 3}) == {"large_mean", "integers", "negative"}
+    assert sets({"op": "avg_pool3d", "window": 2}) == {"large_mean", "integers"}
+    assert sets({"op": "avg_pool3d", "window": 3}) == {"large_mean"}  # sevenths are not exact, nor 27ths
+    assert sets({"op": "scale", "by": 0.3}) == {"large_mean"}
+    assert sets({"op": "clamp", "min": 0.0, "max": 1.0}) == {"integers"}
+    assert sets(norm) == {"large_mean", "small", "constant"}
+    assert sets(norm, "gelu") == {"large_mean", "small", "constant"}
+    assert sets("gelu") == {"large_mean", "large"}
+    assert sets(softmax) == {"large", "constant"}
+    assert next(iter(INPUT_SETS)) == "signed" == meaningful_sets(small())[0]
+
+
+def test_integers_are_exact_where_they_are_meaningful() -> None:
+    pipelines: list[list[Any]] = [
+        [],
+        [{"op": "avg_pool3d", "window": 2}, {"op": "sum", "axis": "channel"}],
+        [{"op": "clamp", "min": -5.0, "max": 7.0}, {"op": "max_pool3d", "window": 2}],
+    ]
+    for after in pipelines:
+        operator = conv_operator((1, 33, 4, 4, 4), 4, (3, 3, 3), after=after)
+        assert "integers" in meaningful_sets(operator)
+        tensors = random_tensors(operator, 0, kind="integers")
+        np.testing.assert_array_equal(compute(operator, tensors), reference(operator, tensors))

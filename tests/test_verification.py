@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 from backends.numpy_ref import BACKEND, reference
-from backends.numpy_ref import steps as reference_steps
 from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.inputs import KINDS, random_tensors
+from dispatcher.inputs import INPUT_SETS, random_tensors
 from dispatcher.loader import load_problem, problem_names
 from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
-from dispatcher.verification import bounded_reference, compare, poisoned, verify_result
+from dispatcher.verification import bounded_reference, compare, normwise_share, poisoned, verify_result
+from tests.honest import compute, conv_transpose3d, replaced
+from tests.mutants import half_conv, tf32_conv
 from tests.strategies import Recipe, conv_operator, operator_of, pipelines, tensors_of, thorough
 
-Tensors = Mapping[str, np.ndarray]
 CONV = "conv-transpose-3d-asym-input-sq-kernel"
 LAYERNORM = "conv-transpose3d-layernorm-gelu-scaling"
-SUM = "conv-transpose3d-sum-layernorm-avgpool-gelu"
-SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
-MAXMAX = "conv-transpose3d-max-max-sum"
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------
@@ -97,6 +91,31 @@ def test_overflow_of_the_results_dtype_is_no_error() -> None:
     assert not compare(np.full(SHAPE, np.inf, np.float32), np.full(SHAPE, 3e38), BOUND).passed
 
 
+def test_small_errors_that_all_elements_share_fail() -> None:
+    truth = np.ones((1, 1, 10, 10, 10))
+    bound = np.full(truth.shape, 1e-3)
+    spread = truth.copy()
+    spread[..., 0, 0] += 9e-4  # one element in a hundred
+    assert compare(spread, truth, bound).passed
+    found = compare(truth + 5e-4, truth, bound)
+    assert not found.passed and found.max_error_over_bound == pytest.approx(0.5)
+    assert found.normwise_over_bound == pytest.approx(0.5 / normwise_share(1000))
+    assert "every element is within its bound" in found.reason and "(0, 0, 0, 0, 0)" in found.reason
+    assert found.severity == found.normwise_over_bound
+
+
+def test_the_share_of_the_norm_falls_from_all_to_a_quarter() -> None:
+    shares = [normwise_share(elements) for elements in (1, 4, 9, 100, 10**8)]
+    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
+    assert shares[2] == 0.5 and shares[-1] == pytest.approx(0.25, rel=1e-3)
+
+
+def test_rounding_the_result_may_be_the_same_everywhere() -> None:
+    truth = np.full((1, 1, 10, 10, 10), 1 + 2.0**-12)  # halfway between two float16 numbers, nearly
+    found = compare(np.ones(truth.shape, np.float16), truth, 2.0**-11 * np.abs(truth))
+    assert found.passed and found.normwise_over_bound > 0.4
+
+
 def test_shapes_are_not_broadcast() -> None:
     truth = np.ones(SHAPE)
     for shape in ((1, 1, 1, 1, 1), (2, 1, 2, 2), (2, 1, 2, 2, 2, 1), (16,), (0, 1, 2, 2, 2), ()):
@@ -144,47 +163,6 @@ def test_poison(dtype: str) -> None:
 
 
 # ---- an honest implementation in float32 -------------------------------------------------------------------
-def honest_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-    return reference_steps.conv_transpose3d(step, x, w, *bias)
-
-
-def honest_pointwise(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
-    if step.function == "gelu":  # the textbook formula; the standard library's erf takes float32's place
-        erf = np.vectorize(math.erf, otypes=[x.dtype])(x * x.dtype.type(math.sqrt(0.5)))
-        return x.dtype.type(0.5) * x * (x.dtype.type(1) + erf)
-    return reference_steps.POINTWISE[step.function](x, *arguments)
-
-
-HONEST: dict[type[Step], Callable[..., np.ndarray]] = {
-    **reference_steps.TABLE,
-    ConvTranspose3d: honest_conv,
-    Pointwise: honest_pointwise,
-}
-
-
-def compute(
-    operator: Operator,
-    tensors: Tensors,
-    steps: Mapping[type[Step], Callable[..., np.ndarray]] = HONEST,
-    working: type[np.floating[Any]] = np.float32,
-) -> np.ndarray:
-    """Compute a pipeline in the arithmetic of ``working``, with some functions replaced."""
-    values = [tensors[operator.source].astype(working)]
-
-    def fetch(operand: Any) -> Any:
-        if hasattr(operand, "name"):
-            return tensors[operand.name].astype(working).reshape(operand.shape)
-        number = working(operand.value) if isinstance(operand.value, float) else values[operand.value]
-        return number
-
-    with np.errstate(all="ignore"):
-        for step in operator.steps:
-            operands = [fetch(operand) for operand in step.operands]
-            value = steps[type(step)](step, values[step.source], *operands)
-            values.append(np.ascontiguousarray(value.astype(working)))
-    return values[-1].astype(operator.dtype)
-
-
 SIZES = {
     "batch_size": 2,
     "in_channels": 16,
@@ -215,7 +193,7 @@ def operator_for(name: str, dtype: str = "float32", **numbers: float) -> Operato
     return bind_arguments(problem, sort_arguments(problem, given), dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INPUT_SETS)
 @pytest.mark.parametrize("name", problem_names())
 def test_honest_results_pass(name: str, kind: str) -> None:
     operator = operator_for(name)
@@ -318,6 +296,22 @@ def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
     assert not verify_result(operator, tensors, wrong).passed
 
 
+@pytest.mark.parametrize(("kernel", "neighbours"), [(3, True), (1, False)], ids=["taps", "one_tap"])
+def test_beside_large_outputs_the_bound_grows_where_transforms_mix_them(
+    kernel: int, neighbours: bool
+) -> None:
+    """Along an axis on which a phase has one tap, no algorithm computes neighbours together."""
+    operator = conv_operator((1, 4, 1, 1, 9), 1, (1, 1, kernel))
+    tensors = random_tensors(operator, 0)
+    bounds = []
+    for factor in (1.0, 1e4):
+        tensors["x"][..., 0] *= np.float32(factor)
+        bounds.append(bounded_reference(operator, tensors)[1].reshape(-1))
+    reach = kernel + 1 if neighbours else 1  # the outputs that the large input reaches, and one more
+    assert (bounds[1][:reach] > 10 * bounds[0][:reach]).all()
+    np.testing.assert_allclose(bounds[1][reach:], bounds[0][reach:], rtol=1e-3)
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
 def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
     operator = conv_operator((1, 128, 4, 4, 4), 2, (3, 3, 3))
@@ -332,252 +326,7 @@ def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
     assert found.passed and found.max_error_over_bound > 0.05, found.reason
 
 
-# ---- wrong results -----------------------------------------------------------------------------------------
-def replaced(**functions: Callable[..., np.ndarray]) -> dict[type[Step], Callable[..., np.ndarray]]:
-    """The honest functions with some replaced, by the name of the step's class."""
-    return {kind: functions.get(kind.__name__, function) for kind, function in HONEST.items()}
-
-
-def tf32(x: np.ndarray) -> np.ndarray:
-    """Rounded to 10 explicit bits, to nearest."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
-    return rounded.view(np.float32)
-
-
-def tf32_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-    return honest_conv(step, tf32(x), tf32(w), *bias)
-
-
-def half_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-    """Every product is exact and every sum is rounded to float16."""
-    y: np.ndarray = np.zeros((), np.float16)
-    zeros = np.zeros_like(x)
-    for channel in range(x.shape[1]):
-        one = zeros.copy()
-        one[:, channel] = x[:, channel]
-        y = (y + honest_conv(step, one, w)).astype(np.float16)
-    return sum(bias, y.astype(np.float32))
-
-
-def no_bias_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-    return honest_conv(step, x, w)
-
-
-def flipped_conv(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
-    return honest_conv(step, x, w[:, :, ::-1, ::-1, ::-1], *bias)
-
-
-def tanh_gelu(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
-    if step.function != "gelu":
-        return honest_pointwise(step, x, *arguments)
-    return np.float32(0.5) * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + 0.044715 * x**3)))
-
-
-def last_axis_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
-    centred = x - x.mean(axis=4, keepdims=True)
-    return centred / np.sqrt(np.square(centred).mean(axis=4, keepdims=True) + np.float32(step.eps))
-
-
-def one_pass_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
-    mean = x.mean(axis=1, keepdims=True)
-    variance = np.square(x).mean(axis=1, keepdims=True) - np.square(mean)
-    return (x - mean) / np.sqrt(variance + np.float32(step.eps))
-
-
-def no_eps_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
-    centred = x - x.mean(axis=1, keepdims=True)
-    return centred / np.sqrt(np.square(centred).mean(axis=1, keepdims=True))
-
-
-def unbiased_norm(step: Normalize, x: np.ndarray, *affine: np.ndarray) -> np.ndarray:
-    return (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True, ddof=1)
-
-
-def plain_softmax(step: Softmax, x: np.ndarray) -> np.ndarray:
-    exponentials = np.exp(x)
-    return exponentials / exponentials.sum(axis=step.axes, keepdims=True)
-
-
-def channel_softmax(step: Softmax, x: np.ndarray) -> np.ndarray:
-    return reference_steps.softmax(Softmax(step.op, 0, step.shape, step.shape, (1,)), x)
-
-
-def zero_max_pool(step: Pool, x: np.ndarray) -> np.ndarray:
-    return np.maximum(reference_steps.pool(step, x), 0)
-
-
-def swapped_pools(step: Pool, x: np.ndarray) -> np.ndarray:
-    other = "avg" if step.function == "max" else "max"
-    return reference_steps.pool(Pool(step.op, 0, step.input_shape, step.shape, other, step.window), x)
-
-
-def truncated_sum(step: Reduce, x: np.ndarray) -> np.ndarray:
-    return x[:, :-1].sum(axis=1, keepdims=True)
-
-
-def no_clamp(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
-    return x if step.function == "clamp" else honest_pointwise(step, x, *arguments)
-
-
-def no_scale(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
-    return x if step.function == "scale" else honest_pointwise(step, x, *arguments)
-
-
-ALL = tuple(problem_names())
-WRONG_STEPS: dict[str, tuple[tuple[str, ...], dict[str, Callable[..., np.ndarray]]]] = {
-    "tf32": (ALL, {"ConvTranspose3d": tf32_conv}),
-    "half_accumulation": (ALL, {"ConvTranspose3d": half_conv}),
-    "flipped_kernel": (ALL, {"ConvTranspose3d": flipped_conv}),
-    "missing_bias": ((MAXMAX,), {"ConvTranspose3d": no_bias_conv}),
-    "tanh_gelu": ((LAYERNORM, SUM), {"Pointwise": tanh_gelu}),
-    "norm_over_the_last_axis": ((LAYERNORM, SUM), {"Normalize": last_axis_norm}),
-    "unbiased_variance": ((LAYERNORM, SUM), {"Normalize": unbiased_norm}),
-    "softmax_over_channels": ((SOFTMAX,), {"Softmax": channel_softmax}),
-    "other_pool": ((SUM, SOFTMAX, MAXMAX), {"Pool": swapped_pools}),
-    "sum_without_the_last_channel": ((MAXMAX,), {"Reduce": truncated_sum}),
-    "missing_clamp": ((SOFTMAX,), {"Pointwise": no_clamp}),
-    "missing_scale": ((LAYERNORM, SOFTMAX), {"Pointwise": no_scale}),
-}
-
-
-@pytest.mark.parametrize(
-    ("fault", "name"), [(fault, name) for fault, (names, _) in WRONG_STEPS.items() for name in names]
-)
-def test_wrong_steps_fail(fault: str, name: str) -> None:
-    operator = operator_for(name, scaling_factor=1.25, width=8)
-    for seed in range(3):
-        tensors = random_tensors(operator, seed)
-        wrong = compute(operator, tensors, replaced(**WRONG_STEPS[fault][1]))
-        found = verify_result(operator, tensors, wrong)
-        assert not found.passed, f"error over bound is only {found.max_error_over_bound}"
-
-
-def swap(result: np.ndarray, axis: int) -> np.ndarray:
-    """Two neighbours along ``axis`` change places."""
-    order = np.arange(result.shape[axis])
-    order[[0, 1]] = order[[1, 0]]
-    return np.ascontiguousarray(np.take(result, order, axis))
-
-
-def stale_tail(result: np.ndarray) -> np.ndarray:
-    """The last elements were never written: what was there before stays."""
-    wrong = result.copy()
-    wrong.reshape(-1)[-3:] = 0.0
-    return wrong
-
-
-def unwritten_tail(result: np.ndarray) -> np.ndarray:
-    wrong = poisoned(result.shape, "float32")
-    wrong.reshape(-1)[:-1] = result.reshape(-1)[:-1]
-    return wrong
-
-
-def shifted(result: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(np.roll(result, 1, axis=4))
-
-
-WRONG_RESULTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "zeros": np.zeros_like,
-    "constant": lambda result: np.full_like(result, result.mean()),
-    "times_1.01": lambda result: result * np.float32(1.01),
-    "times_0.999": lambda result: result * np.float32(0.999),
-    "plus_a_thousandth_of_the_largest": lambda result: result + np.abs(result).max() * np.float32(1e-3),
-    "swapped_batch_items": lambda result: swap(result, 0),
-    "swapped_voxels": lambda result: swap(result, 4),
-    "shifted": shifted,
-    "stale_tail": stale_tail,
-    "unwritten_tail": unwritten_tail,
-    "negated": np.negative,
-    "one_wrong_element": lambda result: np.where(
-        np.arange(result.size).reshape(result.shape) == 5, -result, result
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG_RESULTS)
-@pytest.mark.parametrize("name", ALL)
-def test_wrong_results_fail(name: str, fault: str) -> None:
-    operator = operator_for(name, width=20)
-    for seed in range(3):
-        tensors = random_tensors(operator, seed)
-        honest = compute(operator, tensors)
-        assert verify_result(operator, tensors, honest).passed
-        assert not verify_result(operator, tensors, WRONG_RESULTS[fault](honest)).passed
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != MAXMAX])
-def test_swapped_channels_fail(name: str) -> None:
-    operator = operator_for(name)
-    tensors = random_tensors(operator, 0)
-    assert not verify_result(operator, tensors, swap(compute(operator, tensors), 1)).passed
-
-
-def test_a_max_pool_that_starts_from_zero_fails_on_negative_values() -> None:
-    operator = operator_for(MAXMAX)
-    tensors = random_tensors(operator, 0)
-    tensors["conv_bias"] -= 10
-    assert verify_result(operator, tensors, compute(operator, tensors)).passed
-    assert not verify_result(
-        operator, tensors, compute(operator, tensors, replaced(Pool=zero_max_pool))
-    ).passed
-
-
-def test_pooling_before_the_norm_fails() -> None:
-    operator = operator_for(SUM)
-    norm = next(step for step in operator.steps if isinstance(step, Normalize))
-    tensors = random_tensors(operator, 0)
-    wrong = compute(
-        operator,
-        tensors,
-        replaced(
-            Normalize=lambda step, x: x,
-            Pool=lambda step, x: reference_steps.normalize(norm, reference_steps.pool(step, x)),
-        ),
-    )
-    assert not verify_result(operator, tensors, wrong).passed
-
-
-def test_gelu_before_pooling_fails() -> None:
-    operator = operator_for(SUM)
-    tensors = random_tensors(operator, 0)
-    wrong = compute(
-        operator,
-        tensors,
-        replaced(
-            Pool=lambda step, x: reference_steps.pool(step, reference_steps.gelu(x)),
-            Pointwise=lambda step, x, *a: x if step.function == "gelu" else honest_pointwise(step, x, *a),
-        ),
-    )
-    assert not verify_result(operator, tensors, wrong).passed
-
-
-def test_softmax_without_the_maximum_fails_where_it_matters() -> None:
-    operator = operator_for(SOFTMAX, clamp_min=-1e4, clamp_max=1e4)
-    tensors = random_tensors(operator, 0)
-    tensors["kernel"] *= 200
-    assert verify_result(operator, tensors, compute(operator, tensors)).passed
-    assert not verify_result(
-        operator, tensors, compute(operator, tensors, replaced(Softmax=plain_softmax))
-    ).passed
-
-
-@pytest.mark.parametrize("name", [LAYERNORM, SUM])
-def test_one_pass_variance_fails_on_a_large_mean(name: str) -> None:
-    operator = operator_for(name)
-    tensors = random_tensors(operator, 0, kind="large_mean")
-    wrong = compute(operator, tensors, replaced(Normalize=one_pass_norm))
-    assert not verify_result(operator, tensors, wrong).passed
-
-
-@pytest.mark.parametrize("name", [LAYERNORM, SUM])
-def test_a_missing_eps_fails_on_constant_rows(name: str) -> None:
-    operator = operator_for(name)
-    tensors = random_tensors(operator, 0, kind="constant")
-    wrong = compute(operator, tensors, replaced(Normalize=no_eps_norm))
-    assert not verify_result(operator, tensors, wrong).passed
-
-
+# ---- what is just right and just wrong ---------------------------------------------------------------------
 def test_tf32_passes_where_it_is_asked_for() -> None:
     problem = load_problem(LAYERNORM)
     operator = bind_arguments(
@@ -589,7 +338,9 @@ def test_tf32_passes_where_it_is_asked_for() -> None:
     coarser = compute(
         operator,
         tensors,
-        replaced(ConvTranspose3d=lambda step, x, w: honest_conv(step, x, np.round(w * 32) / np.float32(32))),
+        replaced(
+            ConvTranspose3d=lambda step, x, w: conv_transpose3d(step, x, np.round(w * 32) / np.float32(32))
+        ),
     )
     assert not verify_result(operator, tensors, coarser).passed
 
