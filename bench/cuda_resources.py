@@ -1,17 +1,23 @@
 """Registers, shared memory, spills and occupancy of every default CUDA kernel, from nvcc; no GPU is needed.
 
-    python bench/cuda_resources.py [--arch 80 90 ...] [--output bench/results/cuda-resources.md]
+    python bench/cuda_resources.py [--arch 80 90 ...] [--output bench/results/cuda-resources.md] [--cuobjdump PATH]
 
 For each architecture the five problems are planned at their `kernelbench` size as on a device of that
 architecture, float32 and tf32, and their kernels are compiled with ``nvcc -Xptxas -v``; the other element
 types are compiled for the `sample` size. Occupancy is theoretical: warps that registers, shared memory and
 threads allow, of those that a multiprocessor can hold.
+
+The machine code is looked at where `cuobjdump` is there (it comes with the toolkit, and as the packages
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm): instructions on tensor cores in the whole kernel and in its main loop,
+with all of that loop's instructions; reads and asynchronous copies of 16 bytes; stores of 8 bytes and more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,13 +76,32 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Instructions of a kernel.
+
+    Attributes:
+        tensor: on tensor cores.
+        loop: all instructions of the shortest loop that has some of those, and how many of them are on tensor cores.
+        wide_reads: of 16 bytes a lane from global memory.
+        wide_copies: of 16 bytes from global to shared memory.
+        wide_stores: of 8 or 16 bytes to global memory.
+    """
+
+    tensor: int
+    loop: tuple[int, int]
+    wide_reads: int
+    wide_copies: int
+    wide_stores: int
+
+
+@dataclass(frozen=True)
 class Resources:
     """What ptxas says of a kernel, and what follows."""
 
     registers: int
     static_shared_bytes: int
     spill_bytes: int
-    stack_bytes: int
+    code: Code | None
 
 
 def operator_of(name: str, case: str, dtype: str, precision: str) -> Operator:
@@ -107,14 +132,44 @@ def variants(architecture: int) -> list[Variant]:
     return list(found.values())
 
 
-def measure(variant: Variant, compiler: toolkit.Toolkit) -> Resources:
-    """Compile a kernel and read ptxas's report."""
+def disassemble(cubin: Path, name: str, cuobjdump: str) -> Code:
+    """Count instructions of function ``name``."""
+    folders = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])  # it calls nvdisasm
+    command = [cuobjdump, "--dump-sass", "--function", name, str(cubin)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": folders}
+    )
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", done.stdout)
+    code = [(int(address, 16), text) for address, text in found]
+
+    def count(pattern: str, part: list[str]) -> int:
+        return sum(re.search(pattern, text) is not None for text in part)
+
+    loops = []
+    for address, text in code:
+        back = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) <= address:
+            body = [inside for at, inside in code if int(back[1], 16) <= at <= address]
+            loops.append((len(body), count("HMMA", body)))
+    everything = [text for _, text in code]
+    return Code(
+        count("HMMA", everything),
+        min((loop for loop in loops if loop[1]), default=(0, 0)),
+        count(r"\bLDG\S*\.128", everything),
+        count(r"\bLDGSTS\S*\.128", everything),
+        count(r"\bSTG\S*\.(64|128)", everything),
+    )
+
+
+def measure(variant: Variant, compiler: toolkit.Toolkit, cuobjdump: str | None) -> Resources:
+    """Compile a kernel, read ptxas's report, and look at the code."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "kernel.cubin"
         command = toolkit.command_line(variant.launch.kernel, variant.architecture, compiler, output)
         done = subprocess.run([*command, "-Xptxas", "-v"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"nvcc refused {variant.label} for sm_{variant.architecture}:\n{done.stderr}")
+        if done.returncode:
+            raise SystemExit(f"nvcc refused {variant.label} for sm_{variant.architecture}:\n{done.stderr}")
+        code = disassemble(output, variant.launch.name, cuobjdump) if cuobjdump else None
     report = done.stderr.split(f"Compiling entry function '{variant.launch.name}'")[-1]
 
     def number(pattern: str) -> int:
@@ -125,7 +180,7 @@ def measure(variant: Variant, compiler: toolkit.Toolkit) -> Resources:
         number(r"Used (\d+) registers"),
         number(r"(\d+) bytes smem"),
         number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        number(r"(\d+) bytes stack frame"),
+        code,
     )
 
 
@@ -145,6 +200,15 @@ def occupancy(variant: Variant, resources: Resources) -> float:
     return blocks * warps / limits.warps
 
 
+def columns(code: Code | None) -> str:
+    """The last three columns of a row."""
+    if code is None:
+        return "? | ? | ?"
+    loop = f"{code.loop[0] / code.loop[1]:.1f}" if code.loop[1] else ""
+    wide = f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"
+    return f"{code.tensor or ''} | {loop} | {wide}"
+
+
 def main() -> int:
     """Write the table."""
     parser = argparse.ArgumentParser(
@@ -153,14 +217,16 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "cuda-resources.md")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--cuobjdump", help="its path; looked for on PATH if left out")
     given = parser.parse_args()
+    cuobjdump = shutil.which(given.cuobjdump or "cuobjdump")
     compiler = toolkit.find()
     if isinstance(compiler, str):
         print(f"skipped: {compiler}", file=sys.stderr)
         return 0
     work = [variant for architecture in given.arch for variant in variants(architecture)]
     with ThreadPoolExecutor(given.jobs) as pool:
-        measured = list(pool.map(lambda variant: measure(variant, compiler), work))
+        measured = list(pool.map(lambda variant: measure(variant, compiler, cuobjdump), work))
     release = "unknown" if compiler.release is None else "{}.{}".format(*compiler.release)
     lines = [
         "# Resources of the CUDA kernels",
@@ -170,14 +236,18 @@ def main() -> int:
         "stores plus loads; "
         "occupancy is theoretical.",
         "",
-        "| sm | kernel | threads | registers | shared KB | spills | occupancy |",
-        "|---|---|---|---|---|---|---|",
+        "HMMA: instructions on tensor cores. Loop: all instructions of the main loop for each of its HMMA. Wide: "
+        "reads of 16 bytes from global memory, copies of 16 bytes to shared memory, stores of 8 bytes and more.",
+        "",
+        "| sm | kernel | threads | registers | shared KB | spills | occupancy | HMMA | loop | wide |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, resources in zip(work, measured, strict=True):
         shared = (variant.launch.shared_bytes + resources.static_shared_bytes) / 1024
+        share = f"{occupancy(variant, resources):.0%}"
         lines.append(
             f"| {variant.architecture} | {variant.label} | {variant.launch.threads} | {resources.registers} "
-            f"| {shared:.1f} | {resources.spill_bytes} | {occupancy(variant, resources):.0%} |"
+            f"| {shared:.1f} | {resources.spill_bytes} | {share} | {columns(resources.code)} |"
         )
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

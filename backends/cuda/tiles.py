@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from dispatcher.geometry import ConvGeometry
 
 Triple = tuple[int, int, int]
@@ -204,9 +206,11 @@ _BOXES: tuple[tuple[Triple, int], ...] = tuple(
 )
 
 #: Times 8 channels of weights that are read ahead: the latency of the L2 cache.
-_AHEAD = 2
+_AHEAD = 1
 #: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
 _OTHER_REGISTERS = 40
+#: The same where the products of 24 or 32 channels are unrolled, for which more fragments are under way at a time.
+_DEEP_REGISTERS = 130
 #: And those of a softmax pass: its sums and exponentials.
 _SOFTMAX_REGISTERS = 24
 #: Shared memory of a multiprocessor that the driver keeps for each block.
@@ -220,9 +224,9 @@ def registers(threads: int, resident: int) -> int:
     return min(255, 65536 // 4 // (32 * -(-warps // 4)) // 8 * 8)
 
 
-def block_k(channels: int) -> int:
-    """Channels that are added up at a time: as many as can be without more padding than with 8."""
-    return min((-(-channels // k) * k, -k) for k in (8, 16, 24, 32))[1] * -1
+def block_k(channels: int, largest: int) -> int:
+    """Channels that are added up at a time: as many as can be, up to ``largest``, without more padding than with 8."""
+    return min((-(-channels // k) * k, -k) for k in range(8, largest + 1, 8))[1] * -1
 
 
 def block_n(channels: int) -> int:
@@ -254,19 +258,19 @@ def halo_tiles(
     for (extents, warp_m), paired, shared, resident in itertools.product(_BOXES, pairs, shares, (1, 2, 3, 4)):
         if box is not None and box != extents:
             continue
+        n = block_n(geometry.out_channels)
+        sums = warp_m * n // 2 * (1 + split + paired + (folded and not shared))
+        available = registers(2 * math.prod(extents) // warp_m, resident)
+        other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if softmax else 0)
+        if sums + other > available:
+            continue
+        k = block_k(geometry.in_channels, 32 if sums + _DEEP_REGISTERS <= available else 16)
         tile = HaloTile(
             extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
-            block_n(geometry.out_channels), block_k(geometry.in_channels), warp_m, paired, steps, softmax, shared,
-            pool != (1, 1, 1), _AHEAD, resident,
+            n, k, warp_m, paired, steps, softmax, shared, pool != (1, 1, 1), _AHEAD, resident,
         )  # fmt: skip
-        if (
-            tile.threads > 1024
-            or resident * (tile.shared_bytes + _RESERVED_BYTES) > shared_limit + _RESERVED_BYTES
-        ):
-            continue
-        results = warp_m * tile.block_n // 2 * (1 + split + paired + (folded and not shared))
-        other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if softmax else 0)
-        if results + other <= registers(tile.threads, resident):
+        shared_bytes = resident * (tile.shared_bytes + _RESERVED_BYTES)
+        if tile.threads <= 1024 and shared_bytes <= shared_limit + _RESERVED_BYTES:
             yield tile
 
 
@@ -309,19 +313,53 @@ def halo_tile(
             boxes = math.prod(-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True))
             blocks = boxes * max(geometry.batch, 1) * -(-geometry.out_channels // tile.block_n)
             if blocks < 2**31:
-                waves = max(1.0, blocks / (processors * tile.resident))
-                yield _block_time(tile, split) * waves, tile
+                waves = blocks / (processors * tile.resident)
+                waves = math.ceil(waves) if waves < 4 else waves
+                yield estimated_cycles(geometry, tile, folded=folded, split=split) * waves, tile
 
     return min(estimates(), key=lambda item: item[0], default=(0.0, None))[1]
 
 
-def _block_time(tile: HaloTile, split: bool) -> float:
-    """Time in which a multiprocessor finishes ``tile.resident`` blocks, in products of a tensor core."""
-    products = tile.voxels * tile.steps * tile.chunks * tile.block_k * tile.block_n * (3 if split else 1)
-    warps = tile.resident * tile.threads / 32
-    busy = min(1.0, warps / 12)
+#: Costs in cycles, fitted to 148 tiles of the five problems timed on an H200: see bench/cuda_tiles.py. The estimates
+#: were within 9 % of the times (root mean square), and the tile with the lowest one at most 19 % slower than the best.
+_PRODUCT_CYCLES = 7.2  # one m16n8k8 on a quarter of a multiprocessor
+_EPILOGUE_CYCLES = 22.0  # what follows a sum, for 32 lanes, on a quarter
+_STORE_CYCLES = 0.62  # a float to memory
+_HALF_SECTORS = 1.75  # times that, where the two phases of a line are stored one after the other
+_LOAD_CYCLES = 0.44  # a float from memory, less where blocks share a multiprocessor
+_LATENCY_CYCLES = 1.1  # a warp that is alone takes 1 + this many times as long
+_FEW_WARPS = 1.15  # blocks of fewer than four warps, of which none was timed: a guess that they are no better
+_WANTED_REGISTERS = 82  # besides sums; each one that is missing costs this share of the time:
+_SHORTAGE = 0.0033
+
+
+def estimated_cycles(geometry: ConvGeometry, tile: HaloTile, *, folded: bool, split: bool) -> float:
+    """Cycles in which a multiprocessor finishes ``tile.resident`` blocks.
+
+    Tensor cores, first-level cache and instructions bound the main loop together (a 3-norm of their times).
+    """
+    columns, warps = tile.block_n / 8, tile.resident * tile.threads / 32
+    in_quarter = math.ceil(warps / 4)
+    k8 = tile.steps * tile.chunks * tile.block_k / 8
+    products = tile.warp_m * columns * (3 if split else 1)
+    fragments = 4 * tile.warp_m, 2 * columns  # floats of x and weights that a lane reads
+    tensor = k8 * products * in_quarter * _PRODUCT_CYCLES
+    cache = k8 * sum(fragments) * warps
+    instructions = products + fragments[0] + fragments[1] / 4
+    if split:
+        instructions += 3 * sum(fragments) + tile.warp_m * columns * 32 / tile.block_k
+    loop = float(np.linalg.norm((tensor, cache, k8 * instructions * in_quarter), 3))
+    phases = math.prod(sum(phase.count > 0 for phase in axis.phases) for axis in geometry.axes)
+    loop += phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
+    sums = tile.warp_m * tile.block_n // 2 * (1 + split + tile.paired + (folded and not tile.fold_shared))
+    missing = max(0, sums + _WANTED_REGISTERS - registers(tile.threads, tile.resident))
+    loop *= (1 + _LATENCY_CYCLES / warps) * (1 + _SHORTAGE * missing)
+    if tile.threads < 128:
+        loop *= _FEW_WARPS
+    stores = 0.0 if folded else tile.voxels * tile.block_n * phases * tile.resident * _STORE_CYCLES
+    if geometry.width.stride == 2 and not tile.paired:
+        stores *= _HALF_SECTORS
     sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
-    loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k
-    weights = tile.steps * tile.chunks * tile.block_k * tile.block_n
-    fragments = {1: 0.5, 2: 0.25, 3: 0.2, 4: 0.15}[tile.warp_m] / (2 if split else 1)
-    return tile.resident * (products * (1 + fragments) / busy + 100 * loads + 60 * weights)
+    loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k * _LOAD_CYCLES
+    loads *= math.sqrt(tile.resident)
+    return loop * (2 if tile.softmax else 1) + stores + loads * (2 if tile.softmax else 1)

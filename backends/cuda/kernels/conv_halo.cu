@@ -294,13 +294,15 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
 }
 
 // The sum of voxel `m` of the box and channel n of the channel tile, with the inputs that exist.
-__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m, int n) {
+__device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m,
+                                           int n) {
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
   const bool odd = n / 16 == NT / 2;  // in the odd column block
   const float *w = p.w + box.channel / BLOCK_N * p.tile_weights + n / 16 * 128
                    + (odd ? n % 8 * 8 : n % 8 * 16 + n / 8 % 2 * 2);
   float total = 0.f;
+#pragma unroll 1
   for (int s = first; s < first + steps; s++) {
     const Tap tap = p.taps[s];
     const int z = at[0] + tap.offset[0], y = at[1] + tap.offset[1], x = at[2] + tap.offset[2];
@@ -308,6 +310,7 @@ __device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, int
         || unsigned(x) >= unsigned(p.in[2]))
       continue;
     const float *from = p.x + box.batch * IN_CHANNELS * plane + (index_t(z) * p.in[1] + y) * p.in[2] + x;
+#pragma unroll 1
     for (int c = 0; c < IN_CHANNELS; c++) {
       const index_t slab = index_t(s) * (CHUNKS * BLOCK_K / 8) + c / 8;
       total = fmaf(from[c * plane], w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
@@ -346,13 +349,17 @@ __device__ __forceinline__ void complete(const HaloParams &p, const Box &box, in
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
     if (!(zeros[m] == 0.f)) {
+#pragma unroll 1
+      for (int e = 0; e < 4 * NT; e++) {  // registers have no index: each is compared
+        float value = 0.f;
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+        for (int j = 0; j < 4 * NT; j++) value = j == e ? rows[m][j / 4][j % 4] : value;
+        const int column = channel_of(e / 4 * 2 + e % 2, t);
+        if (is_finite(value) || column >= box.channels) continue;
+        value = exact_sum(p, box, first, steps, first_voxel + m * 16 + e / 2 % 2 * 8 + g, column);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (!is_finite(rows[m][n][i]) && exists(box, 2 * n + (i & 1), t))
-            rows[m][n][i] = exact_sum(p, box, first, steps, first_voxel + m * 16 + (i >> 1) * 8 + g,
-                                      channel_of(2 * n + (i & 1), t));
+        for (int j = 0; j < 4 * NT; j++) rows[m][j / 4][j % 4] = j == e ? value : rows[m][j / 4][j % 4];
+      }
     }
 #if HAS_BIAS
 #pragma unroll
