@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -101,6 +102,7 @@ def step_tests(case: str) -> Result:
         "-o",
         "addopts=",
         "-rf",
+        *(["-n", "auto"] if importlib.util.find_spec("xdist") else []),
         *files,
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

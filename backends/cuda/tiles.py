@@ -300,24 +300,50 @@ def halo_tile(
         box: consider this box only.
     """
 
-    def estimates() -> Iterator[tuple[float, HaloTile]]:
-        for tile in halo_tiles(
-            geometry, pool, folded=folded, softmax=softmax, split=split, shared_limit=shared_limit, box=box
-        ):
-            crossing = any(
-                extent % window and extent < count
-                for extent, window, count in zip(tile.tile, pool, positions, strict=True)
-            )
-            if crossing or any(extent < window for extent, window in zip(tile.tile, pool, strict=True)):
-                continue
-            boxes = math.prod(-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True))
-            blocks = boxes * max(geometry.batch, 1) * -(-geometry.out_channels // tile.block_n)
-            if blocks < 2**31:
-                waves = blocks / (processors * tile.resident)
-                waves = math.ceil(waves) if waves < 4 else waves
-                yield estimated_cycles(geometry, tile, folded=folded, split=split) * waves, tile
+    found = estimates(
+        geometry,
+        positions,
+        pool,
+        folded=folded,
+        softmax=softmax,
+        split=split,
+        shared_limit=shared_limit,
+        processors=processors,
+        box=box,
+    )
+    return min(found, key=lambda item: item[1], default=(None, 0.0))[0]
 
-    return min(estimates(), key=lambda item: item[0], default=(0.0, None))[1]
+
+def estimates(
+    geometry: ConvGeometry,
+    positions: Triple,
+    pool: Triple,
+    *,
+    folded: bool,
+    softmax: bool,
+    split: bool,
+    shared_limit: int,
+    processors: int,
+    box: Triple | None = None,
+) -> Iterator[tuple[HaloTile, float]]:
+    """All tiles that can be used, each with the cycles that the whole launch is estimated to take; arguments as for
+    :func:`halo_tile`."""
+    fitting = halo_tiles(
+        geometry, pool, folded=folded, softmax=softmax, split=split, shared_limit=shared_limit, box=box
+    )
+    for tile in fitting:
+        crossing = any(
+            extent % window and extent < count
+            for extent, window, count in zip(tile.tile, pool, positions, strict=True)
+        )
+        if crossing or any(extent < window for extent, window in zip(tile.tile, pool, strict=True)):
+            continue
+        boxes = math.prod(-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True))
+        blocks = boxes * max(geometry.batch, 1) * -(-geometry.out_channels // tile.block_n)
+        if blocks < 2**31:
+            waves = blocks / (processors * tile.resident)
+            waves = math.ceil(waves) if waves < 4 else waves
+            yield tile, estimated_cycles(geometry, tile, folded=folded, split=split) * waves
 
 
 #: Costs in cycles, fitted to 148 tiles of the five problems timed on an H200: see bench/cuda_tiles.py. The estimates

@@ -1,0 +1,150 @@
+"""How well the tiles of the tensor-core convolution are chosen: times many of them on a GPU beside their estimates.
+
+    python bench/cuda_tiles.py [PROBLEM]... [--count 16] [--output bench/results/cuda-tiles-<gpu>-<date>.json]
+
+For each problem at its `kernelbench` size, in float32 accuracy and in TF32, the tiles of different kinds with the
+lowest estimates (``backends/cuda/tiles.py``) are compiled and timed one after the other, kernel time between CUDA
+events, the median of 5 calls after a warm-up. Printed are, for each problem, the tile that is chosen, the best one, and
+how much slower the choice is. The constants in ``tiles.py`` were fitted to such a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from backends.cuda import BACKEND, driver, lowering, tiles  # noqa: E402
+from backends.cuda.tiles import HaloTile  # noqa: E402
+from dispatcher import problems  # noqa: E402
+from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.inputs import random_tensors  # noqa: E402
+from dispatcher.interface import Device, Timings  # noqa: E402
+from dispatcher.loader import load_problem  # noqa: E402
+from dispatcher.operator import Operator  # noqa: E402
+
+WARM_UP, REPEATS = 1, 5
+SCHEMA = 1
+
+
+@contextmanager
+def forced(tile: HaloTile | None, seen: list[tuple[HaloTile, float]] | None = None) -> Iterator[None]:
+    """Let convolutions take ``tile``, or note all that could be taken, with estimates, in ``seen``."""
+    choose = lowering.halo_tile
+
+    def instead(geometry: Any, positions: Any, pool: Any, **settings: Any) -> HaloTile | None:
+        best = choose(geometry, positions, pool, **settings)
+        if seen is not None and best is not None:
+            seen[:] = sorted(tiles.estimates(geometry, positions, pool, **settings), key=lambda item: item[1])
+        return best if tile is None or best is None else tile
+
+    lowering.halo_tile = instead  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        lowering.halo_tile = choose
+
+
+def one_of_each_kind(found: list[tuple[HaloTile, float]], count: int) -> list[tuple[HaloTile, float]]:
+    """The best of the tiles that differ in more than their box."""
+    kinds: dict[tuple[Any, ...], tuple[HaloTile, float]] = {}
+    for tile, estimate in found:
+        warps = tile.threads * tile.resident // 32
+        kind = (tile.warp_m, tile.paired, tile.fold_shared, tile.resident, warps // 4)
+        kinds.setdefault(kind, (tile, estimate))
+    return list(kinds.values())[:count]
+
+
+def measure(operator: Operator, device: Device, tensors: dict[str, Any]) -> list[float]:
+    """Milliseconds of all launches, in each call."""
+    run = BACKEND.compile(operator, device, {})
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        timings = Timings()
+        run(tensors, None, timings)
+        times.append(1e3 * timings.kernel_s)
+    return times[WARM_UP:]
+
+
+def rows(name: str, precision: str, case: str, count: int, device: Device) -> Iterator[dict[str, Any]]:
+    """One row for each tile of a problem."""
+    from pycuda import gpuarray
+
+    problem = load_problem(name)
+    operator = bind_arguments(
+        problem, sort_arguments(problem, {}), case=case, dtype="float32", precision=precision
+    )
+    context = driver.context(device.index)
+    seen: list[tuple[HaloTile, float]] = []
+    with forced(None, seen):
+        BACKEND.compile(operator, device, {})
+    with context.active():
+        tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
+    for tile, cycles in one_of_each_kind(seen, count):
+        with forced(tile):
+            times = measure(operator, device, tensors)
+        yield {
+            "problem": name, "precision": precision, "tile": asdict(tile), "estimated_cycles": cycles,
+            "median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times),
+        }  # fmt: skip
+    with context.active():
+        del tensors
+        context.trim()
+
+
+def summary(table: list[dict[str, Any]]) -> str:
+    """For each problem the choice, the best tile, and the price of the choice."""
+    lines = []
+    for key in dict.fromkeys((row["problem"], row["precision"]) for row in table):
+        part = [row for row in table if (row["problem"], row["precision"]) == key]
+        chosen = min(part, key=lambda row: row["estimated_cycles"] or math.inf)
+        best = min(part, key=lambda row: row["median_ms"])
+        lines.append(
+            f"{key[0]:48} {key[1]}  chosen {chosen['median_ms']:.3f} ms  best {best['median_ms']:.3f} ms "
+            f"{tuple(best['tile']['tile'])} warp_m {best['tile']['warp_m']} resident {best['tile']['resident']}  "
+            f"{chosen['median_ms'] / best['median_ms']:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Time tiles and write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("problem", nargs="*", default=list(problems()))
+    parser.add_argument("--case", default="kernelbench")
+    parser.add_argument("--count", type=int, default=16, help="tiles of each problem")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    device = BACKEND.probe()[0]
+    if not device.available:
+        print(f"skipped: {device.reason}", file=sys.stderr)
+        return 0
+    table = []
+    for name in given.problem:
+        for precision in ("fp32", "tf32"):
+            for row in rows(name, precision, given.case, given.count, device):
+                table.append(row)
+                print(f"{row['median_ms']:9.3f} ms  {name} {precision} {row['tile']}", file=sys.stderr)
+    print(summary(table))
+    if given.output:
+        report = {"schema": SCHEMA, "date": time.strftime("%Y-%m-%d"), "case": given.case}
+        report |= {"device": device.name, "facts": dict(device.facts), "rows": table}
+        given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
