@@ -242,10 +242,12 @@ def devices_command(
 ) -> None:
     """List the devices of this machine, and why some cannot be used."""
     from dispatcher.explanation import device_dict
-    from dispatcher.selection import devices, first_usable, parse_request
+    from dispatcher.selection import ENVIRONMENT, devices, first_usable, parse_request
     from dispatcher.selftest import failed
 
     found = devices(retest=retest)
+    wanted = os.environ.get(ENVIRONMENT)
+    parse_request(wanted)  # a wrong value is an error here too
     try:
         auto = first_usable(parse_request("auto"))[0].id
     except DeviceError:
@@ -267,6 +269,8 @@ def devices_command(
     ]
     _print(_table(("DEVICE", "KIND", "USABLE", "SELF-TEST", "NAME, OR WHY NOT"), rows))
     _print(f"auto picks {auto}" if auto else "auto finds no usable device")
+    if wanted:
+        _print(f"{ENVIRONMENT} is {wanted}, which holds where no device is named")
 
 
 @app.command("doctor")
@@ -761,7 +765,7 @@ def tune_command(
                     case=its_case,
                     dtype=dtype,
                     keep=keep,
-                    progress=partial(_report_part, advance, number, len(chosen)),
+                    progress=partial(_report_share, advance, number, len(chosen)),
                     **arguments,
                 )
             )
@@ -1173,9 +1177,14 @@ def _read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.
             raise InputError(f"--tensor {name} is given twice; give it once")
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+        except OSError as error:
+            raise InputError(f"--tensor {name}: {path!r} cannot be read: {_one_line(error)}") from error
+        except (ValueError, EOFError) as error:  # NumPy's words advise to load it unsafely
+            what = (
+                "holds Python objects" if "object" in str(error) else "is not a .npy file, or a damaged one"
+            )
             raise InputError(
-                f"--tensor {name}: {path!r} cannot be read as a .npy file: {_one_line(error)}"
+                f"--tensor {name}: {path!r} {what}; expected what numpy.save makes of an array of numbers"
             ) from error
         if not isinstance(array, np.ndarray):
             raise InputError(
@@ -1265,22 +1274,48 @@ def _json_ready(value: Any) -> Any:
             return _json_ready(value.item()) if hasattr(value, "item") else str(value)
 
 
+_FREE_TEXT = 40  # characters; a column with longer cells may be folded
+_FREE_TEXT_AT_LEAST = 20
+
+
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: folded to the terminal's width, or as wide as it is where stdout is not a terminal."""
+    """A table as text, as wide as it is where stdout is not a terminal.
+
+    In a terminal only columns of long texts are folded; where that is not enough, each row becomes a block.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     terminal = sys.stdout.isatty()
+    available = shutil.get_terminal_size().columns if terminal else 10_000
+    widths = [max(len(header), *(len(row[at]) for row in rows), 0) for at, header in enumerate(headers)]
+    free = [width > _FREE_TEXT for width in widths]
+    needed = sum(_FREE_TEXT_AT_LEAST if may else width for may, width in zip(free, widths, strict=True))
+    if sum(widths) + len(widths) > available < needed + len(widths):
+        return "\n\n".join(_block(headers, row, available) for row in rows)
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for header in headers:
-        table.add_column(header, overflow="fold")
+    for header, may in zip(headers, free, strict=True):
+        table.add_column(header, overflow="fold", no_wrap=not may)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     rendered = io.StringIO()
-    width = shutil.get_terminal_size().columns if terminal else 10_000
-    Console(file=rendered, force_terminal=terminal, width=width).print(table)
+    Console(file=rendered, force_terminal=terminal, width=available).print(table)
     return "\n".join(line.rstrip() for line in rendered.getvalue().splitlines())
+
+
+def _block(headers: Sequence[str], row: Sequence[str], width: int) -> str:
+    """A row of a table as lines of ``header value``, the first one alone; empty cells are left out."""
+    lines, line = [row[0]], ""
+    for header, cell in zip(headers[1:], row[1:], strict=True):
+        if not cell:
+            continue
+        pair = f"{header.lower()} {cell}"
+        if line and len(line) + len(pair) + 5 > width:
+            lines.append(line)
+            line = ""
+        line = f"{line}   {pair}" if line else f"  {pair}"
+    return "\n".join([*lines, line] if line else lines)
 
 
 def _print_head(operator: Operator, device: Device, skipped: Sequence[tuple[str, str]]) -> None:
@@ -1363,18 +1398,22 @@ def _print_verification(results: Sequence[Any]) -> None:
                     str(len(result.checks)),
                 ),
                 *_figures(found),
+                "" if found is None else f"{found.normwise_over_bound:.3g}",
                 *(result.inputs, str(result.seed)),
                 ",".join(map(str, found.worst_index)) if at else "",
                 *((f"{found.worst_value:.9g}", f"{found.worst_reference:.9g}") if at else ("", "")),
             )
         )
     headers = ("PROBLEM", "CASE", "DEVICE", "OUTCOME", "CHECKS", "ERROR/BOUND", "MAX ERROR", "NORMWISE")
-    _print(_table((*headers, "INPUTS", "SEED", "WORST AT", "RESULT", "REFERENCE"), rows))
+    _print(_table((*headers, "NORM/BOUND", "INPUTS", "SEED", "WORST AT", "RESULT", "REFERENCE"), rows))
     sets = [name for name in INPUT_SETS if any(name == c.inputs for r in results for c in r.checks)]
     if len(sets) > 1:
         cells = [[result.problem, result.device.id, *result.worst_of(sets)] for result in results]
         _print("")
-        _print(_table(("ERROR/BOUND BY INPUTS", "DEVICE", *sets), cells))
+        _print(_table(("LARGER OF BOTH RATIOS", "DEVICE", *sets), cells))
+    right = sum(check.outcome == "passed" for result in results for check in result.checks)
+    _print("")
+    _print(f"{right} of {sum(len(result.checks) for result in results)} checks passed")
 
 
 def _figures(comparison: Any) -> tuple[str, str, str]:
@@ -1577,17 +1616,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             format_message = getattr(error, "format_message", None)  # typer's own errors about usage have it
             if format_message is not None:
-                return _report(
-                    error, " ".join(format_message().split()) + _help_hint(error), InputError.exit_code
-                )
+                hint = _help_hint(error, arguments if arguments is not None else sys.argv[1:])
+                return _report(error, " ".join(format_message().split()) + hint, InputError.exit_code)
             text = f"unexpected {type(error).__name__}: {_one_line(error)}"
             hint = "" if _Debug.on else " (run again with --debug for the traceback)"
             return _report(error, text + hint, KernelError.exit_code)
     return code if isinstance(code, int) else 0
 
 
-def _help_hint(error: Exception) -> str:
-    path = getattr(getattr(error, "ctx", None), "command_path", "dispatcher")
+def _help_hint(error: Exception, arguments: Sequence[str]) -> str:
+    """Where to read on; an error in an option without its value does not know its command."""
+    named = [
+        command.name for command in app.registered_commands if arguments and command.name == arguments[0]
+    ]
+    path = getattr(getattr(error, "ctx", None), "command_path", " ".join(["dispatcher", *map(str, named)]))
     return f" (see {path} --help)"
 
 

@@ -371,7 +371,7 @@ def refuse_when_busy() -> None:
     """
     reason = machine.busy_reason(machine.foreign_load())
     if reason is not None:
-        raise BusyError(f"{reason}; wait until it is quiet, or force it (--force)")
+        raise BusyError(f"{reason}; wait until it is quiet, or force it (--force; force=True in Python)")
 
 
 # ---- several contenders ------------------------------------------------------------------------------------

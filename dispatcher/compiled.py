@@ -299,12 +299,12 @@ class CompiledOperator:
         return explain_choice(program.operator, program.choice)
 
     # ---- calling it ----------------------------------------------------------------------------------------
-    def __call__(self, output: Any = None, **arguments: Any) -> Any:
-        """Run the operator; the arguments are those of :func:`run`."""
+    def __call__(self, *, output: Any = None, **arguments: Any) -> Any:
+        """Run the operator; the arguments are those of :func:`run`, by name."""
         program, tensors, output = self._analyse(output, arguments)
         return self._execute(program, tensors, output, None)
 
-    def prepare(self, output: Any = None, **arguments: Any) -> PreparedCall:
+    def prepare(self, *, output: Any = None, **arguments: Any) -> PreparedCall:
         """Check the arguments, choose the device and compile, but do not run yet. For measuring."""
         program, tensors, output = self._analyse(output, arguments)
         return PreparedCall(program.operator, self, program, tensors, output)

@@ -65,8 +65,13 @@ class UserKernel:
         return UserKernel(**whole)
 
     def declaration(self, types: Mapping[Kind, str]) -> str:
-        """The function's head, such as ``solution(const float* input, size_t width)``."""
-        return f"{self.entry}({', '.join(f'{types[kind]} {name}' for name, kind in self.parameters)})"
+        """The function's head, such as ``solution(const float* input, size_t width)``.
+
+        Parameters are known by their place; one whose name is a keyword of OpenCL C gets an underscore.
+        """
+        names = [f"{name}_" if name in _KEYWORDS else name for name, _ in self.parameters]
+        typed = [f"{types[kind]} {name}" for name, (_, kind) in zip(names, self.parameters, strict=True)]
+        return f"{self.entry}({', '.join(typed)})"
 
     def source(self) -> str:
         """The text, in which compilers find the file's name and lines."""
@@ -84,6 +89,15 @@ class UserKernel:
         if not link.is_symlink():
             link.symlink_to(self.include_folder, target_is_directory=True)
         return str(link)
+
+
+#: Words of C and OpenCL C that a parameter of a problem may well be called.
+_KEYWORDS = frozenset(
+    (
+        *("kernel", "global", "local", "constant", "private", "register", "static", "inline", "volatile"),
+        *("double", "float", "half", "int", "long", "short", "default", "switch", "case"),
+    )
+)
 
 
 class LoadedKernel(Protocol):

@@ -107,7 +107,8 @@ class _Tally:
         self.max_abs_error = self.max_ratio = 0.0
         self.error_squares = self.reference_squares = 0.0
         self.bound_squares = self.rounding_squares = 0.0
-        self.elements = self.beyond = self.odd_nans = self.odd_infinities = 0
+        self.elements = self.beyond = self.odd_infinities = 0
+        self.false_nans = self.missing_nans = 0
         self.worst_index: tuple[int, ...] | None = None
         self.worst_value = self.worst_reference = self.worst_bound = math.nan
 
@@ -125,7 +126,8 @@ class _Tally:
                 same |= np.isinf(value) & overflow & (np.sign(value) == np.sign(reference))
                 error[same] = 0.0
                 odd_nans = np.isnan(value) != np.isnan(reference)
-                self.odd_nans += int(odd_nans.sum())
+                self.false_nans += int((odd_nans & np.isnan(value)).sum())
+                self.missing_nans += int((odd_nans & np.isnan(reference)).sum())
                 self.odd_infinities += int((np.isinf(error) & ~odd_nans).sum())
                 finite = np.isfinite(reference)
                 known, known_bound = np.where(finite, reference, 0.0), np.where(finite, bound, 0.0)
@@ -172,8 +174,10 @@ class _Tally:
                 f"{self.beyond} of {self.elements} elements are wrong; the worst, at {self.worst_index}, is "
                 f"{self.worst_value:.9g}, expected {self.worst_reference:.9g} within {self.worst_bound:.3g}"
             )
-            if self.odd_nans:
-                reason += f"; {self.odd_nans} are NaN where the reference is not, or the other way round"
+            if self.false_nans:
+                reason += f"; {self.false_nans} are NaN where the reference is a number"
+            if self.missing_nans:
+                reason += f"; {self.missing_nans} are numbers where the reference is NaN"
             if self.odd_infinities:
                 reason += f"; {self.odd_infinities} are infinite where the reference is not, or otherwise"
         elif not within:

@@ -264,7 +264,7 @@ def test_the_same_seed_gives_the_same_bytes_everywhere(tmp_path: Path) -> None:
         (["--tensor", "input=missing.npy"], 2, "--tensor input: 'missing.npy'"),
         (["--tensor", "input"], 2, "--tensor 'input' is not understood"),
         (["--tensor", "weight=x.npy"], 2, "--tensor weight"),
-        (["--tensor", f"input={__file__}"], 2, "cannot be read as a .npy file"),
+        (["--tensor", f"input={__file__}"], 2, "is not a .npy file"),
         (["--output", "no/such/folder/y.npy"], 2, "--output 'no/such/folder/y.npy'"),
         (["--output", "/dev/null"], 2, "not a regular file"),
         (["--output", "/"], 2, "--output '/'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cli
 import dispatcher
 from dispatcher import registry
 from dispatcher.errors import DeviceError, InputError
@@ -52,6 +54,20 @@ def test_a_search_verifies_and_ranks(opencl_device: Device) -> None:
     assert len(timed) >= 5 and all(candidate.time_s > 0 for candidate in timed)
     assert {candidate.options.get("algorithm") for candidate in timed} >= {"direct", "winograd"}
     assert result.gain >= 1.0 and result.best_s <= result.default_s
+
+
+def test_the_command(
+    opencl_device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = registry.backend("opencl")
+    every = backend.candidates  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(backend), "candidates", lambda self, *given: list(every(*given))[:2])
+    assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--no-keep"]) == 0
+    out = capsys.readouterr().out
+    assert PROBLEM in out and "GAIN" in out
+    assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--no-keep", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert len(result["candidates"]) == 2 and result["gain"] >= 1
 
 
 class Liar:

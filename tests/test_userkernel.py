@@ -173,7 +173,7 @@ WRITTEN = "output[place] = sum;"
 WRONG = {
     "value": ((WRITTEN, "output[place] = 1.001f * sum;"), "elements are wrong; the worst, at ("),
     "one element": ((WRITTEN, "output[place] = place == 77 ? 2.0f : sum;"), "1 of 20160 elements are wrong"),
-    "unwritten tail": ((WRITTEN, "if (place < 20000) output[place] = sum;"), "160 are NaN where the reference is not"),
+    "unwritten tail": ((WRITTEN, "if (place < 20000) output[place] = sum;"), "160 are NaN where the reference is a n"),
     "added to what was there": ((WRITTEN, "output[place] += sum;"), "20160 are NaN"),
     "input": (
         (WRITTEN, "output[place] = sum; if (place == 0) ((__global float*)input)[3] = 0.5f;"),

@@ -263,9 +263,7 @@ class NumpyBackend:
         """
         unknown = sorted(set(options) - {"progress"})
         if unknown:
-            raise InputError(
-                f"option {unknown[0]} is not known to the numpy backend; expected progress or nothing"
-            )
+            raise InputError(f"option {unknown[0]} is not known to the numpy backend, which has no options")
         return NumpyExecutable(operator, options.get("progress"))
 
     def roofline(self, device: Device, dtype: str) -> Roofline:

@@ -49,7 +49,8 @@ def load_kernel(
     names = program.get_info(cl.program_info.KERNEL_NAMES).split(";")
     if kernel.entry not in names:
         raise InputError(
-            f"{kernel.file} has no __kernel {kernel.entry!r}; it has {', '.join(filter(None, names)) or 'none'}"
+            f"{kernel.file} has no __kernel {kernel.entry!r}; it has {', '.join(filter(None, names)) or 'none'}; "
+            "name one of its own (--entry)"
         )
     function = cl.Kernel(program, kernel.entry)
     _check_parameters(function, kernel)
