@@ -1180,9 +1180,8 @@ def _read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.
         except OSError as error:
             raise InputError(f"--tensor {name}: {path!r} cannot be read: {_one_line(error)}") from error
         except (ValueError, EOFError) as error:  # NumPy's words advise to load it unsafely
-            what = (
-                "holds Python objects" if "object" in str(error) else "is not a .npy file, or a damaged one"
-            )
+            objects = Path(path).read_bytes()[:6] == np.lib.format.MAGIC_PREFIX and "objects" in str(error)
+            what = "holds Python objects" if objects else "is not a .npy file, or a damaged one"
             raise InputError(
                 f"--tensor {name}: {path!r} {what}; expected what numpy.save makes of an array of numbers"
             ) from error

@@ -251,6 +251,6 @@ def test_all_devices_without_any_but_numpy_is_no_check(
 def test_one_set_needs_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, CONV, "--device", "numpy", "--inputs", "signed")
     assert code == 0 and "LARGER OF BOTH" not in out and len(out.splitlines()) == 4
-    header, row = (line.split() for line in out.splitlines())
+    header, row = (line.split() for line in out.splitlines()[:2])
     assert header[-4:] == ["SEED", "WORST", "AT", "RESULT"] or header[-1] == "REFERENCE"
     assert row[3] == "passed" and row[4] == "1"
