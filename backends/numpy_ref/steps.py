@@ -178,8 +178,9 @@ def clamp(x: Array, low: Array | float, high: Array | float) -> Array:
 
 
 def sigmoid(x: Array) -> Array:
-    """``1 / (1 + exp(-x))``."""
-    return 1.0 / (1.0 + np.exp(-x))
+    """``1 / (1 + exp(-x))``, as ``exp(x) / (1 + exp(x))`` below zero, where ``exp(-x)`` could overflow."""
+    small = np.exp(-np.abs(x))
+    return np.where(x < 0.0, small, 1.0) / (1.0 + small)
 
 
 #: Function of a :class:`Pointwise` step to what it computes: the element, then the step's arguments.
@@ -193,7 +194,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "leaky_relu": lambda x, slope: np.where(x > 0, x, slope * x),
     "sigmoid": sigmoid,
     "tanh": np.tanh,
-    "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "silu": lambda x: x * sigmoid(x),
     "softplus": lambda x: np.logaddexp(0.0, x),
     "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
 }
