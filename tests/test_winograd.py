@@ -70,7 +70,8 @@ def test_the_best_tiles_of_random_geometries_cover_them(
     for winograd in (False, True):
         if winograd and (axis_reason(geometry.depth) or axis_reason(geometry.height)):
             continue
-        for _, tile in ranked_tiles(geometry, None, 16, device_class(16), 800_000, 4, winograd=winograd)[:3]:
+        ranked = ranked_tiles(geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=winograd)
+        for _, tile in ranked[:3]:
             check_layout(LineLayout(geometry, None, tile))
 
 
@@ -124,11 +125,11 @@ def test_boxes_hold_whole_windows_and_pairs_of_rows() -> None:
     geometry = ConvGeometry(2, 32, 64, 1, axes[0], axes[1], axes[2])
     fold = Fold("max", (6, 6, 6))
     for winograd, unit in ((False, 3), (True, 6)):
-        for _, tile in ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 4, winograd=winograd):
+        for _, tile in ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=winograd):
             assert tile.box_d % unit == 0 and tile.box_h % unit == 0
     with pytest.raises(ValueError, match="box is 2x2; expected multiples of 6x6"):
         wanted = Wanted(box=(2, 2))
-        ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 4, winograd=True, wanted=wanted)
+        ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=True, wanted=wanted)
 
 
 def test_device_classes_are_sound() -> None:

@@ -66,7 +66,15 @@ def ranked(
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat)
     device = device_class(facts.vec)
     return ranked_tiles(
-        geometry, fold, vec, device, facts.cache, real.itemsize, winograd=winograd, wanted=wanted
+        geometry,
+        fold,
+        vec,
+        device,
+        facts.cache,
+        facts.compute_units,
+        real.itemsize,
+        winograd=winograd,
+        wanted=wanted,
     )
 
 
