@@ -431,7 +431,13 @@ def ranked_tiles(
     pair = 2 if winograd else 1
     unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
     unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
-    boxes = [(unit_d * d, unit_h * h) for d in (1, 2, 4) for h in range(1, 17)]
+    depth, height, _ = LineLayout(geometry, fold, Tile(vec, 1, 1, unit_d, unit_h, False, winograd)).positions
+    # A box is of no use where the next smaller one holds all positions.
+    boxes = [
+        (unit_d * d, unit_h * h)
+        for d, h in product((1, 2, 4), range(1, 17))
+        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
+    ]
     if wanted.box is not None:
         if wanted.box[0] % unit_d or wanted.box[1] % unit_h:
             raise InputError(
