@@ -41,11 +41,11 @@ static INDEX slice_of(const INDEX item) { return USE_SLICES_FIRST ? item % SLICE
 static REAL squared(const REAL value) { return value * value; }
 
 // What each kernel begins with: the work-item's lane and slice, its result, and how many elements that has.
-#define BEGIN                                                                   \
-  local REAL partial[PARTIAL_ELEMENTS];                                         \
+#define BEGIN                                                                     \
+  local REAL partial[PARTIAL_ELEMENTS];                                           \
   const INDEX lane = lane_of(get_local_id(0)), slice = slice_of(get_local_id(0)); \
-  const INDEX result = (INDEX)get_group_id(0) * LANES + lane;                   \
-  const INDEX terms = result < count ? COUNT : 0;                               \
+  const INDEX result = (INDEX)get_group_id(0) * LANES + lane;                     \
+  const INDEX terms = result < count ? COUNT : 0;                                 \
   const size_t base = PLACE(result);
 
 #if STEP_NORMALIZE
