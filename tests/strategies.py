@@ -122,6 +122,7 @@ DEVICES = [Place(place.device, None, place.missing, place.slow) for place in PLA
 #: For tests of many kernels: where a device compiles slowly, only the algorithm that the backend chooses.
 BRISK = [place for place in PLACES if place.brisk] + [place for place in DEVICES if place.slow]
 
+every_place = pytest.mark.parametrize("place", PLACES, ids=str)
 every_device = pytest.mark.parametrize("place", DEVICES, ids=str)
 every_brisk_place = pytest.mark.parametrize("place", BRISK, ids=str)
 

@@ -1,10 +1,10 @@
-"""The tiled kernel on a simulated device that reports data races and accesses out of bounds.
+"""The kernels for GPUs on a simulated device that reports data races and accesses out of bounds.
 
 Oclgrind runs every work-item by itself and watches every access. Each test runs this file as a program in a process of
 its own, since the simulator has to be the process's only OpenCL platform. The simulator is installed with
 `apt-get install oclgrind`; without it these tests are skipped, or fail where DISPATCHER_TEST_REQUIRE names oclgrind.
 
-The second half plants bugs in the kernel's text, to show that they would be found.
+The second half plants bugs in the kernels' text, to show that they would be found.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from typing import Any
 
 import pytest
 
+from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.loader import load_problem, problem_from_mapping
+from dispatcher.operator import Operator, bind
+
 RUNTIMES = ("/usr/lib/oclgrind/liboclgrind-rt-icd.so", "/usr/lib/x86_64-linux-gnu/liboclgrind-rt-icd.so")
 ROOT = Path(__file__).parent.parent
 KERNEL = "conv_transpose3d_tiled.cl"
+SLICES = "slices.cl"
+REDUCTION = "group_reduction.cl"
 LAYER_NORM = "conv-transpose3d-layernorm-gelu-scaling"
 POOLED = "conv-transpose3d-sum-layernorm-avgpool-gelu"
 PLAIN = "conv-transpose-3d-asym-input-sq-kernel"
@@ -43,6 +49,33 @@ CASES: dict[str, dict[str, int]] = {
     POOLED: {"batch_size": 1, "out_channels": 20, "depth": 2, "height": 3, "width": 5},
     "conv-transpose3d-avgpool-clamp-softmax-multiply": {"batch_size": 1},
     "conv-transpose3d-max-max-sum": {"batch_size": 1, "depth": 7, "height": 7, "width": 7},
+}
+
+#: The same for pipelines of single steps: shapes of the tensors and the steps. All work-items of a group share a row
+#: of `rows`; several share a result of `columns`, and several results a group; of `windows` each has its own.
+STEPS: dict[str, tuple[dict[str, tuple[int, ...]], list[dict[str, Any]]]] = {
+    "rows": (
+        {"x": (1, 3, 3, 5, 9)},
+        [{"op": "layer_norm", "axis": "spatial"}, {"op": "softmax", "axis": "spatial"}],
+    ),
+    "columns": (
+        {"x": (1, 70, 1, 1, 3), "w": (70,)},
+        [
+            {"op": "layer_norm", "weight": "w"},
+            {"op": "softmax", "axis": "channel"},
+            {"op": "log_sum_exp", "axis": "channel"},
+        ],
+    ),
+    "windows": (
+        {"x": (1, 5, 4, 5, 11), "t": (5, 1)},
+        [
+            {"op": "group_norm", "groups": 5},
+            {"op": "add", "value": "t"},
+            {"op": "max_pool3d", "window": [2, 2, 3]},
+            {"op": "avg_pool3d", "window": [1, 2, 1]},
+            {"op": "sum", "axis": ["channel", "width"]},
+        ],
+    ),
 }
 
 
@@ -70,11 +103,11 @@ class Outcome:
 
 
 def simulate(tmp_path: Path, name: str, patches: Mapping[str, tuple[str, str]] | None = None) -> Outcome:
-    """Run one small problem under the simulator.
+    """Run one small operator under the simulator.
 
     Args:
         tmp_path: for the log and the program cache.
-        name: of the problem.
+        name: in CASES or STEPS.
         patches: for a kernel file, a text in it and what to put there instead.
     """
     runtime = next((path for path in RUNTIMES if os.path.exists(path)), None)
@@ -108,34 +141,48 @@ def simulate(tmp_path: Path, name: str, patches: Mapping[str, tuple[str, str]] |
     )
 
 
+def operator_named(name: str) -> Operator:
+    """The operator of that name in CASES or STEPS."""
+    if name in CASES:
+        problem = load_problem(name)
+        return bind_arguments(problem, sort_arguments(problem, CASES[name]), case="sample", dtype="float32")
+    shapes, pipeline = STEPS[name]
+    tensors = [
+        {"name": tensor, "type": "tensor", "const": True, "shape": list(shape)}
+        for tensor, shape in shapes.items()
+    ]
+    output = {"name": "output", "type": "tensor", "const": False}
+    problem = problem_from_mapping({"name": name, "parameters": [*tensors, output], "pipeline": pipeline})
+    return bind(problem, {}, {}, dtype="float32")
+
+
 def main(request: dict[str, Any]) -> None:
     """What the simulating process does."""
     from backends.opencl import BACKEND, render, tiled
-    from dispatcher.arguments import bind_arguments, sort_arguments
+    from backends.opencl.limits import Limits
     from dispatcher.inputs import random_tensors
-    from dispatcher.loader import load_problem
     from dispatcher.verification import poisoned, verify_result
 
     patches = {file: (old, new) for file, (old, new) in request["patches"].items()}
     original = render.kernel_source
+    unused = set(patches)
 
     def patched(file: str) -> str:
         text = original(file)
         if file in patches:
-            old, new = patches.pop(file)
+            unused.discard(file)
+            old, new = patches[file]
             assert text.count(old) == 1, f"{file} holds {text.count(old)} times: {old}"
             text = text.replace(old, new)
         return text
 
     render.kernel_source = patched  # type: ignore[assignment]
     # A work-group of a GPU, with several slices of channels in the epilogue.
-    tiled.limits_of = lambda runtime: tiled.Limits(64, 24 << 10, 64, 1)
-    problem = load_problem(request["name"])
-    sizes = CASES[request["name"]]
-    operator = bind_arguments(problem, sort_arguments(problem, sizes), case="sample", dtype="float32")
+    tiled.limits_of = lambda runtime: Limits(64, 24 << 10, 64, 1)
+    operator = operator_named(request["name"])
     (device,) = BACKEND.probe()
     executable = BACKEND.compile(operator, device, {"algorithm": "tiled"})
-    assert not patches, f"these files are not used: {', '.join(patches)}"
+    assert not unused, f"these files are not used: {', '.join(unused)}"
     tensors = random_tensors(operator, 0)
     result = executable(tensors, poisoned(operator.output_shape, operator.dtype))
     comparison = verify_result(operator, tensors, result)
@@ -143,12 +190,19 @@ def main(request: dict[str, Any]) -> None:
     print(json.dumps({"passed": comparison.passed, "algorithms": algorithms}))
 
 
-# ---- the kernel as it is -----------------------------------------------------------------------------------
+# ---- the kernels as they are -------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_reported(tmp_path: Path, name: str) -> None:
     outcome = simulate(tmp_path, name)
     assert outcome.reports == []
     assert outcome.passed and "tiled" in outcome.algorithms
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_is_reported_of_single_steps(tmp_path: Path, name: str) -> None:
+    outcome = simulate(tmp_path, name)
+    assert outcome.reports == []
+    assert outcome.passed and set(outcome.algorithms) == {"step"}
 
 
 # ---- planted bugs ------------------------------------------------------------------------------------------
@@ -160,8 +214,14 @@ BARRIERS = {
     "results": (PLAIN, KERNEL, "the phase's results are there"),
     "before_fold": (POOLED, KERNEL, "what the steps before the fold wrote is there"),
     "folded": (POOLED, KERNEL, "the folded results are there"),
-    "slices_written": (POOLED, "tile_slices.cl", "all partial sums are there"),
-    "slices_read": (POOLED, "tile_slices.cl", "everybody has read the sums"),
+    "slices_written": (POOLED, SLICES, "all partial sums are there"),
+    "slices_read": (POOLED, SLICES, "everybody has read the sums"),
+    "row_written": ("rows", SLICES, "all partial values are there"),
+    "row_paired": ("rows", SLICES, "the larger ones of pairs are there"),
+    "row_read": ("rows", SLICES, "everybody has read them"),
+    "columns_written": ("columns", SLICES, "all partial sums are there"),
+    "columns_paired": ("columns", SLICES, "the sums of pairs are there"),
+    "columns_read": ("columns", SLICES, "everybody has read the sums"),
 }
 
 
@@ -171,35 +231,50 @@ def test_a_missing_barrier_is_reported(tmp_path: Path, name: str, file: str, com
     assert simulate(tmp_path, name, {file: (barrier, "// ")}).races > 0
 
 
-#: An access out of bounds: the problem, a text in the kernel, what stands there instead.
+#: An access out of bounds: the problem, the kernel's file, a text in it, what stands there instead.
 OUTSIDE = {
-    "read_in_front": (LAYER_NORM, "(uint)d >= ID", "d >= ID"),
-    "read_behind": (PLAIN, "(uint)d >= ID", "d < 0"),
-    "write_behind": (PLAIN, "d >= OUT_D ||", ""),
-    "positions_behind": (PLAIN, "if (m >= POSITIONS) return (int4)(0, 0, 0, -1);", ""),
-    "taps_behind": (PLAIN, "taps[slot < taps_left ? slot : 0]", "taps[slot + GROUP_IC * TAP_ROWS]"),
+    "read_in_front": (LAYER_NORM, KERNEL, "(uint)d >= ID", "d >= ID"),
+    "read_behind": (PLAIN, KERNEL, "(uint)d >= ID", "d < 0"),
+    "write_behind": (PLAIN, KERNEL, "d >= OUT_D ||", ""),
+    "positions_behind": (PLAIN, KERNEL, "if (m >= POSITIONS) return (int4)(0, 0, 0, -1);", ""),
+    "taps_behind": (PLAIN, KERNEL, "taps[slot < taps_left ? slot : 0]", "taps[slot + GROUP_IC * TAP_ROWS]"),
+    "read_behind_the_row": ("rows", REDUCTION, "min(first + STRETCH, terms)", "first + STRETCH"),
+    "lanes_behind": ("columns", REDUCTION, "result < count ? COUNT : 0", "COUNT"),
+    "store_behind": ("windows", REDUCTION, "slice == 0 && result < count", "slice == 0"),
+    "shares_behind": ("windows", "step_pointwise.cl", "if (item >= count) return;", ""),
 }
 
 
-@pytest.mark.parametrize(("name", "old", "new"), OUTSIDE.values(), ids=OUTSIDE)
-def test_an_access_out_of_bounds_is_reported(tmp_path: Path, name: str, old: str, new: str) -> None:
-    assert simulate(tmp_path, name, {KERNEL: (old, new)}).invalid > 0
+@pytest.mark.parametrize(("name", "file", "old", "new"), OUTSIDE.values(), ids=OUTSIDE)
+def test_an_access_out_of_bounds_is_reported(
+    tmp_path: Path, name: str, file: str, old: str, new: str
+) -> None:
+    assert simulate(tmp_path, name, {file: (old, new)}).invalid > 0
 
 
 #: Reads and writes of the wrong element of the right buffer.
 WRONG = {
-    "halo_along_width": (PLAIN, "(uint)w >= IW", "w < 0"),
-    "halo_along_height": (PLAIN, "(uint)h >= IH", "h < 0"),
-    "halo_shifted": (PLAIN, "w = place.z + tap.z", "w = place.z + tap.z + 1"),
-    "stray_columns": (PLAIN, "|| w >= OUT_W", ""),
-    "channels_of_the_next_group": (PLAIN, "c >= GROUP_IC ||", ""),
-    "taps_of_the_next_phase": (PLAIN, "slot >= taps_left ||", ""),
+    "halo_along_width": (PLAIN, KERNEL, "(uint)w >= IW", "w < 0"),
+    "halo_along_height": (PLAIN, KERNEL, "(uint)h >= IH", "h < 0"),
+    "halo_shifted": (PLAIN, KERNEL, "w = place.z + tap.z", "w = place.z + tap.z + 1"),
+    "stray_columns": (PLAIN, KERNEL, "|| w >= OUT_W", ""),
+    "channels_of_the_next_group": (PLAIN, KERNEL, "c >= GROUP_IC ||", ""),
+    "taps_of_the_next_phase": (PLAIN, KERNEL, "slot >= taps_left ||", ""),
+    "first_of_each_slice": ("rows", REDUCTION, "i = slice; i < terms", "i = slice + SLICES; i < terms"),
+    "half_of_the_pairs": ("rows", SLICES, "if (slice < left) partial", "if (slice < left / 2) partial"),
+    "another_lane": ("columns", SLICES, "REAL total = partial[lane];", "REAL total = partial[0];"),
+    "channel_of_another_slice": (
+        "columns",
+        REDUCTION,
+        "AFFINE(value, CHANNEL(result, i))",
+        "AFFINE(value, slice)",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "old", "new"), WRONG.values(), ids=WRONG)
-def test_a_wrong_element_is_noticed(tmp_path: Path, name: str, old: str, new: str) -> None:
-    outcome = simulate(tmp_path, name, {KERNEL: (old, new)})
+@pytest.mark.parametrize(("name", "file", "old", "new"), WRONG.values(), ids=WRONG)
+def test_a_wrong_element_is_noticed(tmp_path: Path, name: str, file: str, old: str, new: str) -> None:
+    outcome = simulate(tmp_path, name, {file: (old, new)})
     assert not outcome.passed or outcome.reports
 
 

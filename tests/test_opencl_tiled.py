@@ -27,19 +27,20 @@ pytest.importorskip("pyopencl")
 
 from backends.opencl import BACKEND, tiled
 from backends.opencl.fusion import sort_epilogue
+from backends.opencl.limits import Limits
 
 #: What the smallest GPUs allow, and what common ones do.
-TINY = tiled.Limits(work_items=64, local_memory=8 << 10, multiple=16, compute_units=2)
-SMALL = tiled.Limits(work_items=256, local_memory=32 << 10, multiple=32, compute_units=8)
-LARGE = tiled.Limits(work_items=1024, local_memory=48 << 10, multiple=32, compute_units=132)
-NOTHING = tiled.Limits(work_items=64, local_memory=64, multiple=16, compute_units=2)
+TINY = Limits(work_items=64, local_memory=8 << 10, multiple=16, compute_units=2)
+SMALL = Limits(work_items=256, local_memory=32 << 10, multiple=32, compute_units=8)
+LARGE = Limits(work_items=1024, local_memory=48 << 10, multiple=32, compute_units=132)
+NOTHING = Limits(work_items=64, local_memory=64, multiple=16, compute_units=2)
 LIMITS = {"tiny": TINY, "small": SMALL, "large": LARGE}
 
 HERE = [place for place in PLACES if place.backend == "opencl" and place.algorithm in (None, "tiled")]
 everywhere = pytest.mark.parametrize("place", HERE, ids=str)
 each_limits = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 
-Emulate = Callable[[tiled.Limits], None]
+Emulate = Callable[[Limits], None]
 
 
 @pytest.fixture
@@ -72,9 +73,7 @@ def launches_of(place: Place, operator: Operator, options: dict[str, Any] | None
 @pytest.mark.parametrize("name", problem_names())
 @pytest.mark.parametrize("limits", [TINY, SMALL], ids=["tiny", "small"])
 @everywhere
-def test_problems_within_limits(
-    place: Place, limits: tiled.Limits, name: str, case: str, emulate: Emulate
-) -> None:
+def test_problems_within_limits(place: Place, limits: Limits, name: str, case: str, emulate: Emulate) -> None:
     emulate(limits)
     agrees(place, operator_for(name, case))
 
@@ -93,7 +92,7 @@ def test_random_convolutions_within_limits(place: Place, emulate: Emulate) -> No
 
     @thorough(6 if place.slow else 25)
     @given(convolutions(), st.sampled_from(list(LIMITS.values())))
-    def check(recipe: Any, limits: tiled.Limits) -> None:
+    def check(recipe: Any, limits: Limits) -> None:
         emulate(limits)
         agrees(place, recipe.bind())
 
@@ -106,7 +105,7 @@ def test_random_pipelines_within_limits(place: Place, emulate: Emulate) -> None:
 
     @thorough(6 if place.slow else 25)
     @given(pipelines(), st.sampled_from(list(LIMITS.values())), st.sampled_from(("signed", "one_nan")))
-    def check(recipe: Any, limits: tiled.Limits, kind: str) -> None:
+    def check(recipe: Any, limits: Limits, kind: str) -> None:
         emulate(limits)
         agrees(place, recipe.bind(), kind)
 
@@ -227,7 +226,7 @@ def test_building_ends(allowed: tuple[int, int], built_on: Any) -> None:
 @pytest.mark.parametrize("itemsize", [4, 8])
 @pytest.mark.parametrize("case", ["sample", "odd", "kernelbench"])
 @pytest.mark.parametrize("name", problem_names())
-def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits: tiled.Limits) -> None:
+def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits: Limits) -> None:
     operator = operator_for(name, case)
     for segment in plan(operator, tiled.TiledFusion(limits, itemsize)):
         if segment.convolution is None:
@@ -241,7 +240,7 @@ def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits
             assert layout.local_bytes <= limits.local_memory
 
 
-def fused(operator: Operator, limits: tiled.Limits) -> list[tuple[str, ...]]:
+def fused(operator: Operator, limits: Limits) -> list[tuple[str, ...]]:
     segments = plan(operator, tiled.TiledFusion(limits, 4))
     return [
         tuple(step.op for step in operator.steps[segment.first : segment.last + 1]) for segment in segments

@@ -14,7 +14,7 @@ from tests.strategies import (
     Place,
     Recipe,
     convolutions,
-    every_brisk_place,
+    every_place,
     pipelines,
     tensors_of,
     thorough,
@@ -32,7 +32,7 @@ def agrees(place: Place, recipe: Recipe, kind: str) -> np.ndarray:
     return result
 
 
-@every_brisk_place
+@every_place
 def test_random_convolutions(place: Place) -> None:
     """Bell-shaped numbers within the bound, small integers to the last bit."""
     place.need()
@@ -53,7 +53,7 @@ def test_random_convolutions(place: Place) -> None:
 KINDS = st.sampled_from(("signed", "signed", "signed", "large_mean", "one_nan", "one_inf"))
 
 
-@every_brisk_place
+@every_place
 def test_random_pipelines(place: Place) -> None:
     place.need()
 

@@ -7,39 +7,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
 
 from backends.opencl import lines
-from backends.opencl.fusion import LineFusion, riders, sort_epilogue
+from backends.opencl.fusion import LineFusion, sort_epilogue
+from backends.opencl.launches import Call, Launch, Operands, Remembered, StepLaunch, step_launches
+from backends.opencl.limits import Limits, limits_of
 from backends.opencl.options import Options
-from backends.opencl.render import OperandLayout, defines, section
+from backends.opencl.render import defines, section
 from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.steps import StepSource, lower_gather, lower_step
 from backends.opencl.tiles import LineLayout
 from backends.opencl.winograd import pack_winograd_weights
 from dispatcher.errors import DeviceMemoryError, KernelError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
 from dispatcher.operator import Operator
 from dispatcher.planner import Segment, plan
-from dispatcher.steps import (
-    ConvTranspose3d,
-    Normalize,
-    Pointwise,
-    ScalarOperand,
-    Softmax,
-    Step,
-    TensorOperand,
-    ValueOperand,
-)
+from dispatcher.steps import ConvTranspose3d, Pointwise, Step
 
 #: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
 #: nothing, and no runtime can then pile all of them onto one thread.
 WORKERS_PER_UNIT = 4
-#: Elements that a work-item converts between 16-bit and 32-bit floats.
+#: Neighbouring elements that a CPU's work-item converts between 16-bit and 32-bit floats; other devices' convert one.
 HALF_RUN = 1024
 #: Phases of a convolution over lines, each with weights and a table entry of its own; with more, most are holes.
 MOST_PHASES = 512
@@ -47,75 +38,6 @@ MOST_PHASES = 512
 #: larger than any cache first.
 STREAM_BYTES = 8 << 20
 STREAM_INTERMEDIATE_BYTES = 48 << 20
-
-
-def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    """True when two C-contiguous arrays of one shape and dtype hold the same bytes (NaN included)."""
-    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
-
-
-class Remembered:
-    """A device buffer made from some tensors, made again only when their bytes have changed."""
-
-    def __init__(self) -> None:
-        self.buffer: Any = None
-        self._copies: dict[str, np.ndarray] = {}
-
-    def stale(self, tensors: Tensors, names: Sequence[str]) -> bool:
-        """True when the buffer has to be made; remembers the tensors' bytes."""
-        if self.buffer is not None and all(same_bytes(self._copies[name], tensors[name]) for name in names):
-            return False
-        self._copies = {name: np.array(tensors[name]) for name in names}
-        return True
-
-
-@dataclass
-class Call:
-    """The state of one call while its launches are enqueued."""
-
-    queue: Any
-    tensors: Tensors
-    values: dict[int, Any]
-    tensor_buffers: dict[str, Any] = field(default_factory=dict)
-    events: list[tuple[str, Any]] = field(default_factory=list)
-
-
-class Launch(Protocol):
-    """One kernel launch."""
-
-    planned: PlannedLaunch
-    source: int
-    output: int
-
-    def prepare(self, tensors: Tensors) -> bool:
-        """Bring packed weights and operands up to date; False when the weights rule this launch out."""
-
-    def enqueue(self, call: Call) -> None:
-        """Enqueue the kernel."""
-
-
-class _Operands:
-    """The ``operands`` buffer of a launch: scalars, and per-channel tensors of the current call."""
-
-    def __init__(self, runtime: OpenClRuntime, layout: OperandLayout, real: np.dtype[Any]) -> None:
-        self._runtime, self._layout, self._real = runtime, layout, real
-        self._remembered = Remembered()
-        self._names = [operand.name for _, operand in layout.entries if isinstance(operand, TensorOperand)]
-
-    @property
-    def buffer(self) -> Any:
-        return self._remembered.buffer
-
-    def update(self, tensors: Tensors) -> None:
-        if not self._remembered.stale(tensors, self._names):
-            return
-        values = np.zeros(self._layout.size, self._real)
-        for offset, operand in self._layout.entries:
-            if isinstance(operand, ScalarOperand):
-                values[offset] = operand.value
-            elif isinstance(operand, TensorOperand):
-                values[offset : offset + operand.shape[1]] = np.ravel(tensors[operand.name])
-        self._remembered.buffer = self._runtime.constant(values)
 
 
 class LinesLaunch:
@@ -155,7 +77,7 @@ class LinesLaunch:
         self._runtime, self._real, self._weight = runtime, real, convolution.weight.name
         self._weights = Remembered()
         self._finite = True
-        self._operands = _Operands(runtime, source.operands, real)
+        self._operands = Operands(runtime, source.operands, real)
         self._items = source.items * last.shape[0]
         self._workers = min(facts.compute_units * WORKERS_PER_UNIT, max(1, self._items))
         self._kernel = cl.Kernel(runtime.program(source.text), source.kernel)
@@ -218,87 +140,15 @@ class LinesLaunch:
         call.events.append((self.planned.name, event))
 
 
-class StepLaunch:
-    """A single step, or a gather convolution, with the pointwise steps that ride on its store."""
-
-    def __init__(
-        self,
-        runtime: OpenClRuntime,
-        operator: Operator,
-        first: int,
-        last: int,
-        real: np.dtype[Any],
-        note: str,
-    ) -> None:
-        step = operator.steps[first]
-        chain = [rider for rider in operator.steps[first + 1 : last + 1] if isinstance(rider, Pointwise)]
-        name = "double" if real == np.float64 else "float"
-        facts = runtime.facts
-        vec = max(1, facts.vec_double if name == "double" else facts.vec)
-        lowered: StepSource
-        if isinstance(step, ConvTranspose3d):
-            lowered = lower_gather(step, chain, name)
-        else:
-            lowered = lower_step(step, chain, name, vec)
-        self.source, self.output = step.source, last + 1
-        self.in_place = isinstance(step, Pointwise | Normalize | Softmax)
-        self._operands = _Operands(runtime, lowered.operands, real)
-        self._buffers = lowered.buffers
-        self._count = lowered.count
-        self._local = 1 if facts.cpu else 64
-        self._kernel = cl.Kernel(runtime.program(lowered.text), lowered.kernel)
-        algorithm = "gather" if isinstance(step, ConvTranspose3d) else "step"
-        ops = tuple(each.op for each in operator.steps[first : last + 1])
-        self.planned = PlannedLaunch(lowered.kernel, ops, algorithm, {"items": self._count}, note)
-
-    def prepare(self, tensors: Tensors) -> bool:
-        self._operands.update(tensors)
-        return True
-
-    def enqueue(self, call: Call) -> None:
-        extra = []
-        for operand in self._buffers:
-            if isinstance(operand, TensorOperand):
-                extra.append(call.tensor_buffers[operand.name])
-            elif isinstance(operand, ValueOperand):
-                extra.append(call.values[operand.value])
-        arguments = [call.values[self.source], self._operands.buffer, call.values[self.output]]
-        if self.planned.algorithm == "gather":
-            arguments = [arguments[0], *extra, *arguments[1:]]
-            extra = []
-        self._kernel.set_args(*arguments, np.uint64(self._count), *extra)
-        size = -(-self._count // self._local) * self._local
-        event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, (size,), (self._local,))
-        call.events.append((self.planned.name, event))
-
-    @property
-    def values_read(self) -> list[int]:
-        """Values it reads besides its source."""
-        return [operand.value for operand in self._buffers if isinstance(operand, ValueOperand)]
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """Tensors it reads as buffers of their own."""
-        return [operand.name for operand in self._buffers if isinstance(operand, TensorOperand)]
-
-
-def _step_launches(
-    runtime: OpenClRuntime, operator: Operator, first: int, last: int, real: np.dtype[Any], note: str
-) -> list[Launch]:
-    """Launches of steps ``first .. last``, each with its riders."""
-    launches: list[Launch] = []
-    index = first
-    while index <= last:
-        end = riders(operator, index, last)
-        launches.append(StepLaunch(runtime, operator, index, end, real, note if end == last else ""))
-        index = end + 1
-    return launches
-
-
 def _phases(step: Step) -> int:
     """The phases of a convolution: the product of its strides."""
     assert isinstance(step, ConvTranspose3d)
     return math.prod(axis.stride for axis in step.geometry.axes)
+
+
+def sharing_limits(runtime: OpenClRuntime) -> Limits | None:
+    """The limits that single steps on a device keep to, as :class:`StepLaunch` takes them: None for CPUs."""
+    return None if runtime.facts.cpu else limits_of(runtime)
 
 
 def fused_launches(
@@ -306,13 +156,14 @@ def fused_launches(
 ) -> list[Launch]:
     """The launches of an operator on a CPU device; the algorithm is auto, direct or winograd."""
     launches: list[Launch] = []
+    limits = sharing_limits(runtime)
     segments = list(plan(operator, LineFusion()))
     position = 0
     while position < len(segments):
         segment = segments[position]
         if segment.convolution is not None and _phases(operator.steps[segment.convolution]) > MOST_PHASES:
             note = f"more than {MOST_PHASES} phases"
-            launches += _step_launches(runtime, operator, segment.first, segment.last, real, note)
+            launches += step_launches(runtime, operator, segment.first, segment.last, real, note, limits)
             position += 1
             continue
         if segment.convolution is not None:
@@ -322,14 +173,17 @@ def fused_launches(
         end = position
         while end + 1 < len(segments) and segments[end + 1].convolution is None:
             end += 1
-        launches += _step_launches(runtime, operator, segment.first, segments[end].last, real, segment.note)
+        launches += step_launches(
+            runtime, operator, segment.first, segments[end].last, real, segment.note, limits
+        )
         position = end + 1
     return launches
 
 
 def plain_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any]) -> list[Launch]:
     """The launches of an operator with every convolution gathered element by element."""
-    return _step_launches(runtime, operator, 0, len(operator.steps) - 1, real, "")
+    limits = sharing_limits(runtime)
+    return step_launches(runtime, operator, 0, len(operator.steps) - 1, real, "", limits)
 
 
 def shared_storage(launches: Sequence[Launch]) -> dict[int, int]:
@@ -515,9 +369,10 @@ class OpenClExecutable:
 
     def _convert(self, kernel: str, source: Any, target: Any, count: int) -> Any:
         """Enqueue a conversion; returns its event."""
-        function = cl.Kernel(self._runtime.program(section("convert.cl", defines({"RUN": HALF_RUN}))), kernel)
+        run = HALF_RUN if self._runtime.facts.cpu else 1
+        function = cl.Kernel(self._runtime.program(section("convert.cl", defines({"RUN": run}))), kernel)
         function.set_args(source, target, np.uint64(count))
-        return cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // HALF_RUN),), None)
+        return cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // run),), None)
 
     def _target(self, output: np.ndarray) -> Any:
         if self._runtime.facts.unified:

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from backends.opencl import tuned
-from backends.opencl.fusion import Epilogue, Stage
+from backends.opencl.fusion import Epilogue
 from backends.opencl.options import Options, pair
-from backends.opencl.render import OperandLayout, affine_of, defines, section, table, tail, tail_macro
+from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
 from backends.opencl.runtime import Facts, OpenClRuntime
+from backends.opencl.stages import LINE_STAGES, render_stages
 from backends.opencl.tiles import Fold, LineLayout, Tile, Wanted, device_class, ranked_tiles
 from backends.opencl.winograd import TRANSFORMS, axis_reason, winograd_starts
 from dispatcher.geometry import ConvGeometry
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Reduce, ScalarOperand, Softmax
+from dispatcher.steps import ConvTranspose3d, Pointwise
 
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
@@ -29,11 +30,6 @@ WORTHWHILE = 1.05
 #: transforms cost what the products save, while an output with few products shows its neighbours' rounding.
 WINOGRAD_FLOPS = 1 << 26
 WINOGRAD_CHANNELS = 16
-STAGE_FILES = {
-    Normalize: "stage_layer_norm.cl",
-    Softmax: "stage_channel_softmax.cl",
-    Reduce: "stage_channel_reduce.cl",
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,15 @@ def ranked(
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat)
     device = device_class(facts.vec)
     return ranked_tiles(
-        geometry, fold, vec, device, facts.cache, real.itemsize, winograd=winograd, wanted=wanted
+        geometry,
+        fold,
+        vec,
+        device,
+        facts.cache,
+        facts.compute_units,
+        real.itemsize,
+        winograd=winograd,
+        wanted=wanted,
     )
 
 
@@ -154,37 +158,6 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _stages(
-    operands: OperandLayout, stages: Sequence[Stage], first: int, channels: int, run: int
-) -> tuple[str, str, int]:
-    """Functions of a run of stages, the macro body that calls them, and the channels that are left."""
-    text, calls = "", ""
-    for number, stage in enumerate(stages, start=first):
-        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": channels, "STAGE_RUN": run}
-        affine = ""
-        match stage.step:
-            case Normalize() as step:
-                values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
-                affine = affine_of(operands, step)
-            case Reduce() as step:
-                combine = "max_keep_nan(a, b)" if step.function == "max" else "((a) + (b))"
-                values["STAGE_COMBINE(a, b)"] = combine
-                values["STAGE_IDENTITY"] = "-INFINITY" if step.function == "max" else "R(0.0)"
-                values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if step.function == "mean" else "R(1.0)"
-        body = (
-            defines(values)
-            + tail_macro("STAGE_AFFINE", affine)
-            + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
-        )
-        names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
-        text += section(STAGE_FILES[type(stage.step)], body)
-        text += "".join(f"#undef {name}\n" for name in names)
-        calls += f"stage_{number}(line, operands); "
-        if isinstance(stage.step, Reduce):
-            channels = 1
-    return text, calls, channels
-
-
 def render(
     layout: LineLayout,
     convolution: ConvTranspose3d,
@@ -212,8 +185,8 @@ def render(
     line = layout.line
     prologue_text = tail(operands, prologue)
     conv_text = tail(operands, [convolution, *epilogue.tail])
-    before, before_calls, channels = _stages(
-        operands, epilogue.before, 1, g.out_channels, width.stride * line
+    before, before_calls, channels = render_stages(
+        LINE_STAGES, operands, epilogue.before, 1, g.out_channels, STAGE_RUN=width.stride * line
     )
     kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
     values: dict[str, object] = {
@@ -271,7 +244,10 @@ def render(
         maximum = layout.fold.function == "max"
         run = layout.fold_planes * layout.fold_line
         scratch += layout.pooled_size(channels)
-        after, after_calls, _ = _stages(operands, epilogue.after, 1 + len(epilogue.before), channels, run)
+        number = 1 + len(epilogue.before)
+        after, after_calls, _ = render_stages(
+            LINE_STAGES, operands, epilogue.after, number, channels, STAGE_RUN=run
+        )
         fold = section(
             "pool_fold.cl",
             defines(

@@ -41,7 +41,7 @@ class StepSource:
         text: OpenCL C source.
         operands: layout of its ``operands`` buffer.
         buffers: operands that are passed as buffers of their own, in order.
-        count: work items.
+        count: work-items, or results that work-groups share out; the kernel's argument of that name.
     """
 
     kernel: str
@@ -51,12 +51,15 @@ class StepSource:
     count: int
 
 
-def _preamble(real: str, vec: int) -> str:
+def preamble(real: str, vec: int) -> str:
+    """What the text of every step's kernel begins with: arithmetic in ``real``, in vectors of ``vec`` lanes."""
     values = {"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": vec}
     return section("numeric.cl", defines(values)) + section("lanes.cl")
 
 
-def lower_step(step: Step, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
+def lower_step(
+    step: Step, riders: Sequence[Pointwise], real: str, vec: int, *, whole_rows: bool = True
+) -> StepSource:
     """Lower ``step`` with the pointwise steps that ride on its store.
 
     Args:
@@ -64,10 +67,11 @@ def lower_step(step: Step, riders: Sequence[Pointwise], real: str, vec: int) -> 
         riders: pointwise steps behind it whose operands are scalars or per-channel tensors.
         real: ``float`` or ``double``.
         vec: lanes of a vector.
+        whole_rows: a work-item of a pointwise step owns a row, and not a single vector of one.
     """
     match step:
         case Pointwise():
-            return _pointwise(step, riders, real, vec)
+            return _pointwise(step, riders, real, vec, whole_rows)
         case Pool():
             return _pool(step, riders, real, vec)
         case Normalize() | Softmax() | Reduce():
@@ -75,7 +79,9 @@ def lower_step(step: Step, riders: Sequence[Pointwise], real: str, vec: int) -> 
     raise AssertionError(f"no kernel for {type(step).__name__}")
 
 
-def _pointwise(step: Pointwise, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
+def _pointwise(
+    step: Pointwise, riders: Sequence[Pointwise], real: str, vec: int, whole_rows: bool
+) -> StepSource:
     layout = OperandLayout()
     buffers: list[Operand] = []
     arguments = []
@@ -96,19 +102,27 @@ def _pointwise(step: Pointwise, riders: Sequence[Pointwise], real: str, vec: int
             arguments.append(f"load_lanes({name} + {place} + w, WIDTH - w, R(0.0))")
         else:
             arguments.append(f"{name}[{place}]")
-    n, channels, depth, height, width = step.shape
+    _, channels, depth, height, width = step.shape
+    shares = 1 if whole_rows else -(-width // vec)
     first = f"x = {POINTWISE[step.function].format(*arguments)};"
     parameters = "".join(f", global const REAL *restrict a{i}" for i in range(len(buffers)))
     text = (
-        _preamble(real, vec)
+        preamble(real, vec)
         + defines(
-            {"CHANNELS": channels, "DEPTH": depth, "HEIGHT": height, "WIDTH": width, "BUFFERS": parameters}
+            {
+                "CHANNELS": channels,
+                "DEPTH": depth,
+                "HEIGHT": height,
+                "WIDTH": width,
+                "SHARES": shares,
+                "BUFFERS": parameters,
+            }
         )
         + tail_macro("FIRST", first)
         + tail_macro("TAIL", tail(layout, riders))
         + section("step_pointwise.cl")
     )
-    return StepSource("pointwise_step", text, layout, tuple(buffers), n * channels * depth * height)
+    return StepSource("pointwise_step", text, layout, tuple(buffers), math.prod(step.shape[:4]) * shares)
 
 
 def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
@@ -125,7 +139,7 @@ def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepS
         "POOL_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {math.prod(window)})",
     }
     text = (
-        _preamble(real, vec if window[2] <= VECTOR_WINDOW else 1)
+        preamble(real, vec if window[2] <= VECTOR_WINDOW else 1)
         + defines(values)
         + tail_macro("TAIL", tail(layout, riders))
         + section("step_pool.cl")
@@ -186,6 +200,9 @@ def _reduction(
         "OUTER_BASE(outer)": f"({place('(outer)', strides)})",
         "OUTER_RESULT(outer)": f"({place('(outer)', result_strides)})",
         "EACH_RUN": each_run,
+        "CASCADE": max(
+            8, math.isqrt(math.prod(extents[i] for i in inner if i != run) * -(-extents[run] // block))
+        ),
         "EACH_IN_RUN": each_in_run,
         "OFFSET": f"({offset})",
         "CHANNEL": f"({group} * {c // groups} + {channel})",
@@ -204,7 +221,7 @@ def _reduction(
         kernel = "reduce_step"
         values |= {f"REDUCE_{name.upper()}": step.function == name for name in ("mean", "max", "log_sum_exp")}
     text = (
-        _preamble(real, vec)
+        preamble(real, vec)
         + defines(values)
         + tail_macro("AFFINE", affine)
         + tail_macro("TAIL", tail(layout, riders))

@@ -12,28 +12,23 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from backends.opencl.executable import Call, Launch, Remembered, _Operands, _step_launches
-from backends.opencl.fusion import Epilogue, LineFusion, Stage, sort_epilogue
-from backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
+from backends.opencl.fusion import Epilogue, LineFusion, sort_epilogue
+from backends.opencl.launches import Call, Launch, Operands, Remembered, step_launches
+from backends.opencl.limits import Limits, limits_of, power_above
+from backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
 from backends.opencl.runtime import OpenClRuntime
+from backends.opencl.stages import TILE_STAGES, render_stages
 from backends.opencl.tiles import round_up
 from dispatcher.geometry import ConvGeometry
 from dispatcher.interface import PlannedLaunch, Tensors
 from dispatcher.operator import Operator
 from dispatcher.planner import Segment, plan
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
+from dispatcher.steps import ConvTranspose3d, Pointwise, Pool, Step
 
 SOURCE = "conv_transpose3d_tiled.cl"
 KERNEL = "conv_transpose3d_tiled"
-STAGE_FILES = {
-    Normalize: "tile_layer_norm.cl",
-    Softmax: "tile_channel_softmax.cl",
-    Reduce: "tile_channel_reduce.cl",
-}
 #: Pointwise functions that are cheap enough to be computed again for every tap that reads an element.
 CHEAP = ("add", "subtract", "scale", "clamp", "relu", "leaky_relu", "hardswish")
-#: Work-items that run in step on a device that does not say: a multiple of every common width.
-DEFAULT_MULTIPLE = 64
 #: Words that a work-item's sums may take; what it folds takes as many again. LLVM then needs 83 to 132 registers for
 #: NVIDIA (sm_80) and 149 to 197 for AMD (gfx90a) and spills nothing; with 64 words two wavefronts fit AMD's units.
 SUM_WORDS = 32
@@ -45,51 +40,7 @@ MOST_PHASES = 512
 MOST_BUILDS = 4
 
 
-# ---- what the device allows --------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Limits:
-    """What a tile is chosen by.
-
-    Attributes:
-        work_items: most work-items of a one-dimensional work-group.
-        local_memory: bytes of local memory that a work-group may take.
-        multiple: work-items that run in step; a work-group is best a multiple of it.
-        compute_units: work-groups that run at once, at least.
-    """
-
-    work_items: int
-    local_memory: int
-    multiple: int
-    compute_units: int
-
-
-def limits_of(runtime: OpenClRuntime) -> Limits:
-    """The limits of a device."""
-    device = runtime.device
-    multiple = 0
-    for name in (
-        "preferred_work_group_size_multiple",  # OpenCL 3.0
-        "warp_size_nv",
-        "wavefront_width_amd",
-    ):
-        try:
-            multiple = multiple or int(getattr(device, name))
-        except (cl.Error, AttributeError):
-            continue  # this device does not know the question
-    return Limits(
-        work_items=min(device.max_work_group_size, device.max_work_item_sizes[0]),
-        local_memory=device.local_mem_size,
-        multiple=multiple or DEFAULT_MULTIPLE,
-        compute_units=device.max_compute_units,
-    )
-
-
 # ---- tiles -------------------------------------------------------------------------------------------------
-def power_above(value: int) -> int:
-    """The smallest power of two that is not below ``value``."""
-    return 1 << (value - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Tile:
     """What a tuner may choose. Every number is a power of two.
@@ -434,38 +385,6 @@ def phase_tables(geometry: ConvGeometry) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([firsts, counts], axis=1).astype(np.int32), taps
 
 
-def _stages(
-    operands: OperandLayout, stages: Sequence[Stage], first: int, channels: int
-) -> tuple[str, str, bool]:
-    """Functions of a run of stages, the statements that call them, and whether one reduces the channels."""
-    text, calls, reduced = "", "", False
-    for number, stage in enumerate(stages, start=first):
-        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": 1 if reduced else channels}
-        affine = ""
-        match stage.step:
-            case Normalize() as step:
-                values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
-                affine = affine_of(operands, step)
-            case Reduce() as step:
-                maximum = step.function == "max"
-                values["STAGE_COMBINE(a, b)"] = "max_keep_nan(a, b)" if maximum else "((a) + (b))"
-                values["STAGE_IDENTITY"] = "-INFINITY" if maximum else "R(0.0)"
-                values["STAGE_OVER_SLICES"] = "max_over_slices" if maximum else "sum_over_slices"
-                share = step.function == "mean" and not reduced
-                values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if share else "R(1.0)"
-                reduced = True
-        body = (
-            defines(values)
-            + tail_macro("STAGE_AFFINE", affine)
-            + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
-        )
-        names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
-        text += section(STAGE_FILES[type(stage.step)], body)
-        text += "".join(f"#undef {name}\n" for name in names)
-        calls += f"stage_{number}(results, partial, operands, lane, slice); "
-    return text, calls, reduced
-
-
 def render(
     layout: TileLayout,
     convolution: ConvTranspose3d,
@@ -484,9 +403,9 @@ def render(
     """
     task, tile, g = layout.task, layout.tile, layout.task.geometry
     operands = OperandLayout()
-    before, before_calls, reduced = _stages(operands, epilogue.before, 1, g.out_channels)
-    after, after_calls, reduced_after = _stages(
-        operands, epilogue.after, 1 + len(epilogue.before), 1 if reduced else g.out_channels
+    before, before_calls, folded = render_stages(TILE_STAGES, operands, epilogue.before, 1, g.out_channels)
+    after, after_calls, left = render_stages(
+        TILE_STAGES, operands, epilogue.after, 1 + len(epilogue.before), folded
     )
     small = task.all_positions + tile.block_m < 1 << 32
     real = "double" if task.itemsize == 8 else "float"
@@ -522,8 +441,8 @@ def render(
         "INDEX": "uint" if small else "ulong",
         "POSITIONS": f"{task.all_positions}{'u' if small else 'ul'}",
         "OUT_C": output[1],
-        "OUT_CHANNEL": 0 if reduced or reduced_after else "first_channel",
-        "OUT_ROWS": 1 if reduced or reduced_after else "channels",
+        "OUT_CHANNEL": 0 if left < g.out_channels else "first_channel",
+        "OUT_ROWS": 1 if left < g.out_channels else "channels",
         "USE_FOLD": task.fold,
     }
     for letter, axis, positions, extent in zip("DHW", g.axes, task.positions, output[2:], strict=True):
@@ -538,7 +457,7 @@ def render(
         maximum = epilogue.fold.function == "max"
         fold = defines(
             {
-                "FOLD_CHANNELS": 1 if reduced else "channels",
+                "FOLD_CHANNELS": 1 if folded < g.out_channels else "channels",
                 "FOLD_COMBINE(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
                 "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {task.phases})",
             }
@@ -548,7 +467,7 @@ def render(
         + defines(values)
         + tail_macro("PROLOGUE", tail(operands, prologue))
         + tail_macro("CONV_TAIL", tail(operands, [convolution, *epilogue.tail]))
-        + (section("tile_slices.cl") if task.all_channels else "")
+        + (section("slices.cl") if task.all_channels else "")
         + before
         + fold
         + after
@@ -621,7 +540,7 @@ class TiledLaunch:
         self._weight = convolution.weight.name
         self._weights = Remembered()
         self._finite = True
-        self._operands = _Operands(runtime, built.operands, real)
+        self._operands = Operands(runtime, built.operands, real)
         layout, tile = built.layout, built.layout.tile
         self._tables = [runtime.constant(table) for table in phase_tables(convolution.geometry)]
         self.planned = PlannedLaunch(
@@ -689,5 +608,5 @@ def tiled_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[An
             note = "the device can launch no tile of the tiled kernel"
         while segment.convolution is None and segments and segments[0].convolution is None:
             last = segments.pop(0).last
-        launches += _step_launches(runtime, operator, segment.first, last, real, note)
+        launches += step_launches(runtime, operator, segment.first, last, real, note, limits)
     return launches

@@ -397,12 +397,21 @@ class Wanted:
     flat: bool | None = None
 
 
+def imbalance(items: int, units: int) -> float:
+    """How much longer ``items`` equal work items take on ``units`` compute units than the same work shared evenly.
+
+    The last round leaves units idle: 40 items on 64 units take as long as 64, 65 items as long as 128.
+    """
+    return -(-items // units) * units / items
+
+
 def ranked_tiles(
     geometry: ConvGeometry,
     fold: Fold | None,
     vec: int,
     device: DeviceClass,
     cache_bytes: int,
+    units: int,
     itemsize: int,
     *,
     winograd: bool,
@@ -410,7 +419,9 @@ def ranked_tiles(
 ) -> list[tuple[float, Tile]]:
     """Legal tiles with their estimated work per image, least first.
 
-    Only boxes whose scratch fits ``cache_bytes``; the smallest box in any case, and a box that is asked for.
+    Only boxes whose scratch fits ``cache_bytes``; the smallest box in any case, and a box that is asked for. Large
+    boxes pack less input twice, but a small batch may then leave some of the ``units`` compute units idle; the
+    time that they wait counts as work.
 
     Raises:
         InputError: a box that is asked for does not hold whole windows or pairs of rows.
@@ -420,7 +431,13 @@ def ranked_tiles(
     pair = 2 if winograd else 1
     unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
     unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
-    boxes = [(unit_d * d, unit_h * h) for d in (1, 2, 4) for h in range(1, 17)]
+    depth, height, _ = LineLayout(geometry, fold, Tile(vec, 1, 1, unit_d, unit_h, False, winograd)).positions
+    # A box is of no use where the next smaller one holds all positions.
+    boxes = [
+        (unit_d * d, unit_h * h)
+        for d, h in product((1, 2, 4), range(1, 17))
+        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
+    ]
     if wanted.box is not None:
         if wanted.box[0] % unit_d or wanted.box[1] % unit_h:
             raise InputError(
@@ -435,7 +452,8 @@ def ranked_tiles(
         size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
         fits = size <= cache_bytes
         if fits or number == 0:
-            cost = layout.boxes[0] * layout.boxes[1] * work(layout, device)
+            items = layout.boxes[0] * layout.boxes[1]
+            cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), units)
             preference = (flat, register_tiles.index((thread_c, thread_w)), size)
             ranked.append((cost if fits else 1.5 * cost, preference, tile))
     # Within the error of the estimates aligned rows win, then the class's order of register tiles, then the box

@@ -53,13 +53,6 @@ TRANSFORMS: dict[int, tuple[Component, ...]] = {
 }
 
 
-def inverse(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Factors of ``count`` components in the two outputs."""
-    even = tuple(1 if part < count - 1 else 0 for part in range(count))
-    odd = tuple(0 if part == 0 else 1 if part == 1 else -1 for part in range(count))
-    return even, odd
-
-
 def phase_reason(phase: AxisPhase) -> str | None:
     """None when F(2, n) covers the phase, else why not."""
     if len(phase.taps) not in TRANSFORMS:

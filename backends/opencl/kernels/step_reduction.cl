@@ -4,8 +4,8 @@
 // along width in either case:
 //   USE_WIDTH_REDUCTION 1: width is reduced too; lanes are partial results that are combined at the end.
 //   USE_WIDTH_REDUCTION 0: width stays; each lane is a result of its own.
-// Sums are taken in two levels, a run (a part of the last reduced axis) and then over runs, so that errors grow with the length
-// of a run and the number of runs, not with their product.
+// Sums are taken in three levels: a run (a part of the last reduced axis), CASCADE runs, and all of those, so that errors grow
+// with the sum of the three counts, not with their product.
 //
 // Normalise and softmax may work in place (x and y the same buffer): each element is read before it is written.
 //
@@ -15,6 +15,7 @@
 //   OUTER_BASE(outer)     offset of place `outer` in the tensor
 //   OUTER_RESULT(outer)   offset of place `outer` in a reduced tensor
 //   EACH_RUN              loops over the reduced axes but the last, and over the runs of that one, declaring their indices
+//   CASCADE               runs that are added up before they join the whole sum
 //   EACH_IN_RUN           loop over one run (width in vectors, when it is reduced)
 //   OFFSET                offset inside the reduction, from the loops' indices and w or w0
 //   CHANNEL, RESULT_CHANNEL  channel of the current element, and of a reduced result
@@ -33,6 +34,21 @@
 #define COMBINE_MAX(v) (v)
 #define RESULT_WIDTH WIDTH
 #endif
+// A sum of runs: `total` of the last few, `total_above` of all before them.
+#define SUM_BEGIN(total)            \
+  real_v total = SPLAT(R(0.0));     \
+  real_v total##_above = total;     \
+  int total##_runs = 0;
+#define SUM_AGAIN(total)            \
+  total = total##_above = SPLAT(R(0.0)); \
+  total##_runs = 0;
+#define SUM_ADD(total, run)         \
+  total += run;                     \
+  if (++total##_runs == CASCADE) {  \
+    total##_above += total;         \
+    total = SPLAT(R(0.0));          \
+    total##_runs = 0;               \
+  }
 // Width index of lane 0 at the current element, and the lanes left from there.
 #if USE_WIDTH_REDUCTION
 #define LEFT (WIDTH - w)
@@ -47,22 +63,24 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
   if (outer >= count) return;
   const size_t base = OUTER_BASE(outer);
   EACH_RESULT {
-    real_v total = SPLAT(R(0.0));
+    SUM_BEGIN(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN { run += load_lanes(x + base + OFFSET, LEFT, R(0.0)); }
-      total += run;
+      SUM_ADD(total, run)
     }
+    total += total_above;
     const real_v mean = COMBINE_SUM(total) * SPLAT(R(1.0) / COUNT);
-    total = SPLAT(R(0.0));
+    SUM_AGAIN(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
         const real_v deviation = load_lanes(x + base + OFFSET, LEFT, LANE0(mean)) - mean;
         run = fma(deviation, deviation, run);
       }
-      total += run;
+      SUM_ADD(total, run)
     }
+    total += total_above;
     const real_v variance = COMBINE_SUM(total) * SPLAT(R(1.0) / COUNT);
     const real_v scale = SPLAT(R(1.0)) / sqrt(variance + SPLAT(operands[EPS]));
     EACH_RUN {
@@ -89,7 +107,7 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
       EACH_IN_RUN { largest = max_keep_nan(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
     }
     largest = COMBINE_MAX(largest);
-    real_v total = SPLAT(R(0.0));
+    SUM_BEGIN(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
@@ -97,8 +115,9 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
         store_lanes(e, y + base + OFFSET, LEFT);
         run += e;
       }
-      total += run;
+      SUM_ADD(total, run)
     }
+    total += total_above;
     const real_v scale = SPLAT(R(1.0)) / COMBINE_SUM(total);
     EACH_RUN {
       EACH_IN_RUN {
@@ -135,12 +154,13 @@ kernel void reduce_step(global const REAL *restrict x, global const REAL *restri
 #else
 #define TERM(p) load_lanes(p, LEFT, R(0.0))
 #endif
-    real_v total = SPLAT(R(0.0));
+    SUM_BEGIN(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN { run += TERM(x + base + OFFSET); }
-      total += run;
+      SUM_ADD(total, run)
     }
+    total += total_above;
     real_v value = COMBINE_SUM(total);
 #if REDUCE_MEAN
     value = value * SPLAT(R(1.0) / COUNT);

@@ -1,0 +1,208 @@
+"""Lowering of reductions and pools whose results are shared out among the work-items of a work-group, for GPUs.
+
+A reduction and a pool are the same thing here: a tensor's axes, each cut in a part that stays and a part that is
+reduced, with their strides. A work-group computes ``lanes`` results that lie side by side, ``slices`` work-items to
+each, which combine their parts in local memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backends.opencl.limits import Limits, power_above, power_below
+from backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
+from backends.opencl.steps import StepSource, preamble, run_block
+from dispatcher.steps import Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
+
+Shared = Pool | Normalize | Softmax | Reduce
+#: Work-items of a work-group, and of one where there are fewer results than compute units.
+WORK_ITEMS = 256
+MOST_WORK_ITEMS = 1024
+#: Work-groups for each compute unit that hide each other's waits.
+GROUPS_PER_UNIT = 4
+#: Elements that a work-item reduces by itself before it is worth combining with others.
+TERMS = 8
+#: Elements that lie side by side inside a reduction, at least, for neighbouring work-items to load them; where there
+#: are fewer, neighbouring work-items load for neighbouring results.
+SHORT_RUN = 16
+#: Bytes of local memory that a compiler may want for itself.
+LOCAL_SLACK = 64
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a tensor, or a part of one.
+
+    Attributes:
+        extent: number of places along it.
+        stride: elements of the tensor from one place to the next.
+        reduced: False when every place has a result of its own.
+        channels: channels from one place to the next.
+    """
+
+    extent: int
+    stride: int
+    reduced: bool
+    channels: int = 0
+
+
+def axes_of(step: Shared) -> list[Axis]:
+    """The axes of the tensor that ``step`` reads, the slowest first."""
+    n, c, d, h, w = step.input_shape
+    volume = d * h * w
+    if isinstance(step, Pool):
+        axes = [Axis(n, c * volume, False), Axis(c, volume, False, 1)]
+        for extent, window, stride in zip((d, h, w), step.window, (h * w, w, 1), strict=True):
+            axes += [Axis(extent // window, window * stride, False), Axis(window, stride, True)]
+        return axes
+    groups = step.groups if isinstance(step, Normalize) else 1
+    batch, channel, depth, height, width = (axis in step.axes for axis in range(5))
+    return [
+        Axis(n, c * volume, batch),
+        Axis(groups, c // groups * volume, channel and groups == 1, c // groups),
+        Axis(c // groups, volume, channel, 1),
+        Axis(d, h * w, depth),
+        Axis(h, w, height),
+        Axis(w, 1, width),
+    ]
+
+
+def joined(axes: Sequence[Axis]) -> list[Axis]:
+    """The same places in fewer axes: without those of extent 1, and with neighbours that lie without a gap as one."""
+    result: list[Axis] = []
+    for axis in axes:
+        if axis.extent == 1:
+            continue
+        if result and result[-1].stride == axis.extent * axis.stride:
+            axis = Axis(result.pop().extent * axis.extent, axis.stride, axis.reduced)  # noqa: PLW2901
+        result.append(axis)
+    return result
+
+
+def _weighted(axes: Sequence[Axis], source: str, weights: Sequence[int], suffix: str) -> str:
+    """Expression for the sum of weight times index, with the indices of place ``source`` along ``axes``."""
+    total, below, terms = math.prod(axis.extent for axis in axes), 1, []
+    for axis, weight in zip(reversed(axes), reversed(weights), strict=True):
+        if axis.extent > 1 and weight:
+            index = source if below == 1 else f"{source} / {below}{suffix}"
+            if below * axis.extent < total:
+                index = f"({index}) % {axis.extent}{suffix}"
+            terms.append(f"({index}) * {weight}{suffix}")
+        below *= axis.extent
+    return " + ".join(reversed(terms)) or "0"
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a work-group is shared out. All three are powers of two or flags.
+
+    Attributes:
+        lanes: results of a work-group.
+        slices: work-items that share a result.
+        slices_first: neighbouring work-items share a result, and are not neighbouring results'.
+    """
+
+    lanes: int
+    slices: int
+    slices_first: bool
+
+    @property
+    def work_items(self) -> int:
+        """Work-items of a work-group."""
+        return self.lanes * self.slices
+
+
+def grouping(results: int, terms: int, run: int, limits: Limits, itemsize: int) -> Grouping:
+    """How to share out ``results`` results over ``terms`` elements each.
+
+    Args:
+        results: of the whole launch.
+        terms: elements that a result combines.
+        run: how many of them lie side by side.
+        limits: of the device; never exceeded.
+        itemsize: bytes of an element; a work-item needs one in local memory.
+    """
+    room = min(limits.work_items, max(1, (limits.local_memory - LOCAL_SLACK) // itemsize))
+    few = results < limits.compute_units
+    items = power_below(min(room, MOST_WORK_ITEMS if few else WORK_ITEMS))
+    together = power_below(min(limits.multiple, items))
+    worthwhile = power_above(-(-terms // TERMS))
+    slices_first = run >= SHORT_RUN
+    if slices_first:
+        slices = min(items, max(worthwhile, min(together, power_above(terms))))
+        lanes = power_above(-(-results // limits.compute_units))
+    else:
+        lanes = power_above(results)
+        wanted = -(-limits.compute_units * GROUPS_PER_UNIT * items // results)
+        slices = min(worthwhile, power_above(wanted), items // min(together, lanes))
+    return Grouping(min(items // slices, lanes), slices, slices_first)
+
+
+def lower_grouped(
+    step: Shared, riders: Sequence[Pointwise], real: str, limits: Limits
+) -> tuple[StepSource, Grouping]:
+    """Lower ``step`` with the pointwise steps that ride on its store.
+
+    Args:
+        step: a pool, or a step that reduces over axes.
+        riders: pointwise steps behind it whose operands are scalars or per-channel tensors.
+        real: ``float`` or ``double``.
+        limits: that a work-group has to keep to.
+    """
+    layout = OperandLayout()
+    axes = axes_of(step)
+    kept = [axis for axis in axes if not axis.reduced]
+    reduced = [axis for axis in axes if axis.reduced]
+    results, terms = (math.prod(axis.extent for axis in part) for part in (kept, reduced))
+    inner = joined(reduced)
+    run = inner[-1].extent if inner and inner[-1].stride == 1 else 1
+    group = grouping(results, terms, run, limits, 8 if real == "double" else 4)
+    stretch = run_block(-(-terms // group.slices)) * group.slices
+    # Every index, and what is added to one, has to fit.
+    small = math.prod(step.input_shape) + stretch + group.work_items < 1 << 32
+    suffix = "u" if small else "ul"
+
+    def place(part: Sequence[Axis], source: str) -> str:
+        within = joined(part)
+        return _weighted(within, source, [axis.stride for axis in within], suffix)
+
+    def channel(part: Sequence[Axis], source: str) -> str:
+        return _weighted(part, source, [axis.channels for axis in part], suffix)
+
+    values: dict[str, object] = {
+        "INDEX": "uint" if small else "ulong",
+        "LANES": group.lanes,
+        "SLICES": group.slices,
+        "USE_SLICES_FIRST": group.slices_first,
+        "PARTIAL_ELEMENTS": group.work_items if group.slices > 1 else 1,
+        "COUNT": f"{terms}{suffix}",
+        "STRETCH": f"{stretch}{suffix}",
+        "PLACE(result)": f"({place(kept, '(result)')})",
+        "OFFSET(i)": f"({place(reduced, '(i)')})",
+        "RESULT_CHANNEL(result)": f"({channel(kept, '(result)')})",
+        "CHANNEL(result, i)": f"({channel(kept, '(result)')} + {channel(reduced, '(i)')})",
+        "STEP_NORMALIZE": isinstance(step, Normalize),
+        "STEP_SOFTMAX": isinstance(step, Softmax),
+        "STEP_REDUCE": isinstance(step, Reduce | Pool),
+    }
+    affine, kernel = "", "softmax_group"
+    if isinstance(step, Normalize):
+        kernel = "normalize_group"
+        values["EPS"] = layout.place(ScalarOperand(step.eps))
+        affine = affine_of(layout, step)
+    elif isinstance(step, Reduce | Pool):
+        kernel = "pool_group" if isinstance(step, Pool) else "reduce_group"
+        values["KERNEL_NAME"] = kernel
+        function = "mean" if step.function == "avg" else step.function
+        values |= {f"REDUCE_{name.upper()}": function == name for name in ("mean", "max", "log_sum_exp")}
+    text = (
+        preamble(real, 1)
+        + defines(values)
+        + section("slices.cl")
+        + tail_macro("AFFINE", affine)
+        + tail_macro("TAIL", tail(layout, riders))
+        + section("group_reduction.cl")
+    )
+    return StepSource(kernel, text, layout, (), results), group

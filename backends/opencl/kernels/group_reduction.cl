@@ -1,0 +1,121 @@
+// Steps that reduce, for devices whose work-groups share the work: normalise, softmax, the reductions sum, mean, max and
+// log-sum-exp, and pools, which reduce over a window.
+//
+// A work-group owns LANES consecutive results of `count` (places of the axes that stay, width included); SLICES work-items share
+// each of them, and each takes every SLICES-th of its COUNT elements:
+//   USE_SLICES_FIRST 1: elements lie side by side, so neighbouring work-items are slices of one result;
+//   USE_SLICES_FIRST 0: results lie side by side, so neighbouring work-items have neighbouring results.
+// A work-item sums up runs and then the runs' sums, and slices.cl combines the work-items, so that errors grow with the length of
+// a run, the number of runs and the logarithm of SLICES, not with COUNT.
+//
+// Normalise and softmax may work in place (x and y the same buffer): an element is read and written by one work-item alone. Those
+// without a result (behind the last one) have no elements, but meet the others at the barriers.
+//
+// The host defines, besides numeric.cl's and slices.cl's:
+//   INDEX               uint, or ulong where an index may not fit
+//   COUNT, STRETCH      elements of a result, and those of one run of all slices together
+//   PARTIAL_ELEMENTS    of local memory
+//   PLACE(result)       offset of a result's first element in the tensor
+//   OFFSET(i)           offset of element i from there
+//   CHANNEL(result, i), RESULT_CHANNEL(result)  channel of an element, and of a reduced result
+//   TAIL(x, c)          pointwise steps that ride on the store
+//   AFFINE(x, c), EPS   for normalise
+//   KERNEL_NAME         of a reduction
+//   STEP_*, REDUCE_*    which kernel to compile, and what it computes
+
+#define EACH_ELEMENT for (INDEX i = slice; i < terms; i += SLICES)
+
+// total += the sum of `term`, an expression in i, over the work-item's elements.
+#define ADD_UP(total, term)                                    \
+  for (INDEX first = slice; first < terms; first += STRETCH) { \
+    const INDEX end = min(first + STRETCH, terms);             \
+    REAL run = R(0.0);                                         \
+    for (INDEX i = first; i < end; i += SLICES) run += (term); \
+    total += run;                                              \
+  }
+
+static INDEX lane_of(const INDEX item) { return USE_SLICES_FIRST ? item / SLICES : item % LANES; }
+
+static INDEX slice_of(const INDEX item) { return USE_SLICES_FIRST ? item % SLICES : item / LANES; }
+
+static REAL squared(const REAL value) { return value * value; }
+
+// What each kernel begins with: the work-item's lane and slice, its result, and how many elements that has.
+#define BEGIN                                                                     \
+  local REAL partial[PARTIAL_ELEMENTS];                                           \
+  const INDEX lane = lane_of(get_local_id(0)), slice = slice_of(get_local_id(0)); \
+  const INDEX result = (INDEX)get_group_id(0) * LANES + lane;                     \
+  const INDEX terms = result < count ? COUNT : 0;                                 \
+  const size_t base = PLACE(result);
+
+#if STEP_NORMALIZE
+// y = (x - mean) / sqrt(variance + eps) [* weight[c] + bias[c]], the variance from a second pass over the deviations.
+kernel void normalize_group(global const REAL *x, global const REAL *restrict operands, global REAL *y,
+                            const ulong count) {
+  BEGIN
+  REAL total = R(0.0), squares = R(0.0);
+  ADD_UP(total, x[base + OFFSET(i)])
+  const REAL mean = sum_over_slices(total, partial, lane, slice) * (R(1.0) / COUNT);
+  ADD_UP(squares, squared(x[base + OFFSET(i)] - mean))
+  const REAL variance = sum_over_slices(squares, partial, lane, slice) * (R(1.0) / COUNT);
+  const REAL scale = R(1.0) / sqrt(variance + operands[EPS]);
+  EACH_ELEMENT {
+    REAL value = (x[base + OFFSET(i)] - mean) * scale;
+    AFFINE(value, CHANNEL(result, i));
+    TAIL(value, CHANNEL(result, i));
+    y[base + OFFSET(i)] = value;
+  }
+}
+#endif
+
+#if STEP_SOFTMAX
+// The true maximum is subtracted. exp is computed again for the store: on a GPU that costs less than writing it and reading it.
+kernel void softmax_group(global const REAL *x, global const REAL *restrict operands, global REAL *y,
+                          const ulong count) {
+  BEGIN
+  REAL largest = -INFINITY, total = R(0.0);
+  EACH_ELEMENT { largest = max_keep_nan(largest, x[base + OFFSET(i)]); }
+  largest = max_over_slices(largest, partial, lane, slice);
+  ADD_UP(total, exp_real(x[base + OFFSET(i)] - largest))
+  const REAL scale = R(1.0) / sum_over_slices(total, partial, lane, slice);
+  EACH_ELEMENT {
+    REAL value = exp_real(x[base + OFFSET(i)] - largest) * scale;
+    TAIL(value, CHANNEL(result, i));
+    y[base + OFFSET(i)] = value;
+  }
+}
+#endif
+
+#if STEP_REDUCE
+kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
+                        const ulong count) {
+  BEGIN
+#if REDUCE_MAX || REDUCE_LOG_SUM_EXP
+  REAL largest = -INFINITY;
+  EACH_ELEMENT { largest = max_keep_nan(largest, x[base + OFFSET(i)]); }
+  largest = max_over_slices(largest, partial, lane, slice);
+#endif
+#if REDUCE_MAX
+  REAL value = largest;
+#else
+  REAL total = R(0.0);
+#if REDUCE_LOG_SUM_EXP
+  // An infinite maximum is not subtracted: exp then gives 0 or infinity, and the logarithm the right limit.
+  const REAL shift = fabs(largest) == INFINITY ? R(0.0) : largest;
+  ADD_UP(total, exp_real(x[base + OFFSET(i)] - shift))
+#else
+  ADD_UP(total, x[base + OFFSET(i)])
+#endif
+  REAL value = sum_over_slices(total, partial, lane, slice);
+#if REDUCE_MEAN
+  value = value * (R(1.0) / COUNT);
+#elif REDUCE_LOG_SUM_EXP
+  value = log(value) + shift;
+#endif
+#endif
+  if (slice == 0 && result < count) {
+    TAIL(value, RESULT_CHANNEL(result));
+    y[result] = value;
+  }
+}
+#endif

@@ -1,0 +1,39 @@
+// Combining slices: SLICES work-items share a result (a column of the tiled kernel's results, or a place of a reduction), and a
+// work-group has LANES results side by side. Every work-item of the group has to call these; all slices get the answer. The host
+// defines SLICES and LANES, both powers of two; `partial` has an element for each work-item.
+
+// Slices that are combined one after another, once a tree has left no more of them.
+#define LAST_SLICES 8
+
+// The sum of one value of each slice.
+static REAL sum_over_slices(const REAL value, local REAL *partial, const int lane, const int slice) {
+  if (SLICES == 1) return value;
+  partial[slice * LANES + lane] = value;
+  barrier(CLK_LOCAL_MEM_FENCE);  // all partial sums are there
+  for (int left = SLICES / 2; left >= LAST_SLICES; left /= 2) {
+    if (slice < left) partial[slice * LANES + lane] += partial[(slice + left) * LANES + lane];
+    barrier(CLK_LOCAL_MEM_FENCE);  // the sums of pairs are there
+  }
+  REAL total = partial[lane];
+  for (int i = 1; i < SLICES && i < LAST_SLICES; i++) total += partial[i * LANES + lane];
+  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has read the sums
+  return total;
+}
+
+// The largest value of the slices; NaN when any is NaN.
+static REAL max_over_slices(const REAL value, local REAL *partial, const int lane, const int slice) {
+  if (SLICES == 1) return value;
+  partial[slice * LANES + lane] = value;
+  barrier(CLK_LOCAL_MEM_FENCE);  // all partial values are there
+  for (int left = SLICES / 2; left >= LAST_SLICES; left /= 2) {
+    if (slice < left) {
+      local REAL *mine = partial + slice * LANES + lane;
+      *mine = max_keep_nan(*mine, partial[(slice + left) * LANES + lane]);
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);  // the larger ones of pairs are there
+  }
+  REAL largest = partial[lane];
+  for (int i = 1; i < SLICES && i < LAST_SLICES; i++) largest = max_keep_nan(largest, partial[i * LANES + lane]);
+  barrier(CLK_LOCAL_MEM_FENCE);  // everybody has read them
+  return largest;
+}

@@ -1,0 +1,106 @@
+"""The choice of tiles for CPUs: few work items are shared out evenly among the cores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyopencl")
+
+from backends.opencl import lines
+from backends.opencl.options import Options
+from backends.opencl.runtime import Facts
+from backends.opencl.tiles import Fold, LineLayout, Tile, imbalance, work
+from backends.opencl.tiles import device_class as class_of
+from dispatcher.geometry import AxisGeometry, ConvGeometry
+
+FACTS = Facts(
+    cpu=True,
+    compute_units=2,
+    vec=16,
+    vec_double=8,
+    cache=900_000,
+    global_memory=1 << 34,
+    largest_buffer=1 << 32,
+    unified=True,
+    any_pointer=True,
+)
+UNITS = (2, 16, 128)
+
+
+def cube(batch: int, channels: int, extent: int, kernel: int, stride: int, padding: int = 0) -> ConvGeometry:
+    axes = [AxisGeometry(name, extent, kernel, stride, padding) for name in ("depth", "height", "width")]
+    return ConvGeometry(batch, channels, 2 * channels, 1, axes[0], axes[1], axes[2])
+
+
+def chosen(geometry: ConvGeometry, units: int, fold: Fold | None = None, **options: str) -> LineLayout:
+    """The layout that a device with so many compute units gets."""
+    facts = replace(FACTS, compute_units=units)
+    runtime = cast(Any, SimpleNamespace(facts=facts, identity="a device that nothing was tuned on"))
+    tile, _ = lines.choose(
+        geometry, fold, runtime, np.dtype(np.float32), Options(tuned="ignore", **cast(Any, options))
+    )
+    return LineLayout(geometry, fold, tile)
+
+
+def items_of(layout: LineLayout) -> int:
+    return layout.boxes[0] * layout.boxes[1] * layout.geometry.batch
+
+
+def makespan(layout: LineLayout, units: int) -> float:
+    """Estimated time of the whole launch: rounds of equal boxes."""
+    return math.ceil(items_of(layout) / units) * work(layout, class_of(16))
+
+
+@pytest.mark.parametrize(
+    ("items", "units", "expected"),
+    [(1, 1, 1.0), (64, 64, 1.0), (40, 64, 1.6), (65, 64, 128 / 65), (1, 128, 128.0), (1000, 2, 1.0)],
+)
+def test_the_last_round_waits(items: int, units: int, expected: float) -> None:
+    assert imbalance(items, units) == pytest.approx(expected)
+
+
+GEOMETRIES = {
+    "few_large_windows": (cube(1, 32, 32, 5, 2, 2), Fold("max", (6, 6, 6))),
+    "one_image": (cube(1, 16, 40, 3, 1), None),
+    "three_images": (cube(3, 16, 20, 3, 2, 1), None),
+    "one_small_image": (cube(1, 8, 12, 3, 1), None),
+}
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+@pytest.mark.parametrize(("geometry", "fold"), GEOMETRIES.values(), ids=GEOMETRIES)
+def test_no_box_that_one_may_ask_for_ends_much_sooner(
+    geometry: ConvGeometry, fold: Fold | None, algorithm: str, units: int
+) -> None:
+    layout = chosen(geometry, units, fold, algorithm=algorithm)
+    tile = layout.tile
+    unit_d, unit_h = {None: (1, 1), "max": (3, 3)}[fold and fold.function]
+    for d in (1, 2, 4):
+        for h in range(1, 9):
+            box = Tile(16, tile.thread_c, tile.thread_w, 0, 0, tile.flat, tile.winograd)
+            pair = 2 if tile.winograd else 1
+            deep, high = math.lcm(unit_d, pair) * d, math.lcm(unit_h, pair) * h
+            other = LineLayout(geometry, fold, replace(box, box_d=deep, box_h=high))
+            size = 4 * (other.core_size + other.pooled_size(geometry.out_channels))
+            if size <= FACTS.cache:
+                assert makespan(layout, units) <= 1.03 * makespan(other, units)
+
+
+def test_many_cores_get_smaller_boxes_where_items_are_few() -> None:
+    geometry, fold = GEOMETRIES["few_large_windows"]
+    few, many = (chosen(geometry, units, fold) for units in (2, 128))
+    assert items_of(few) < 64
+    assert items_of(many) >= 2 * items_of(few)
+    assert makespan(many, 128) < 0.7 * makespan(few, 128)
+
+
+def test_a_large_batch_gets_the_same_boxes_on_any_device() -> None:
+    geometry = replace(GEOMETRIES["one_image"][0], batch=512)
+    assert len({chosen(geometry, units).tile for units in UNITS}) == 1
