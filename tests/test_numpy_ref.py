@@ -210,7 +210,9 @@ def test_gelu_keeps_any_shape_and_layout(shape: tuple[int, ...]) -> None:
 def test_silu_and_sigmoid_where_an_exponential_overflows() -> None:
     x = np.array([-745.0, -710.0, 710.0])
     np.testing.assert_allclose(reference_steps.POINTWISE["sigmoid"](x)[1:], [np.exp(-710.0), 1.0], rtol=1e-13)
-    np.testing.assert_allclose(reference_steps.POINTWISE["silu"](x)[1:], [-710.0 * np.exp(-710.0), 710.0], rtol=1e-13)
+    np.testing.assert_allclose(
+        reference_steps.POINTWISE["silu"](x)[1:], [-710.0 * np.exp(-710.0), 710.0], rtol=1e-13
+    )
     assert -1e-320 < reference_steps.POINTWISE["silu"](x)[0] < 0.0
 
 

@@ -527,3 +527,31 @@ def test_35_a_failing_run_says_so_itself(place: Place, monkeypatch: pytest.Monke
         with pytest.raises(KernelError, match=r"conv_transpose3d.*OUT_OF_RESOURCES"):
             call(input=x, kernel=w)
     np.testing.assert_array_equal(call(input=x, kernel=w), 2 * x)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "softmax", "log_sum_exp"])
+@every_brisk_place
+def test_long_rows_keep_their_accuracy(place: Place, op: str) -> None:
+    """Half a million equal terms: every rounding of a plain running sum goes the same way."""
+    place.need()
+    problem = {
+        "name": "long",
+        "parameters": [
+            {"name": "input", "type": "tensor", "const": True, "shape": [1, 1, "depth", 64, 64]},
+            {"name": "output", "type": "tensor", "const": False},
+            {"name": "depth", "type": "size_t"},
+        ],
+        "pipeline": [{"op": op, "axis": "spatial"}],
+    }
+    x = np.full((1, 1, 128, 64, 64), 0.1, np.float32)
+    x[0, 0, 0, 0, 0] = 3.0
+    exact = x.astype(np.float64)
+    wanted = {
+        "sum": exact.sum(),
+        "mean": exact.mean(),
+        "softmax": np.exp(exact) / np.exp(exact).sum(),
+        "log_sum_exp": np.log(np.exp(exact).sum()),
+    }[op]
+    np.testing.assert_allclose(
+        place.run(problem, input=x), np.broadcast_to(wanted, np.shape(wanted) or (1,) * 5), 5e-6
+    )
