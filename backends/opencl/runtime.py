@@ -24,6 +24,8 @@ from dispatcher.filecache import FileCache
 
 logger = logging.getLogger(__name__)
 
+#: What people call a platform that calls itself something else.
+COMMON_NAMES = {"Portable Computing Language": "PoCL"}
 BINARIES = FileCache("opencl")
 #: A core's second-level cache where nobody tells, and the share of it that scratch may take.
 COMMON_CORE_CACHE = 512 * 1024
@@ -242,6 +244,8 @@ def find_devices() -> list[Found]:
                 "vector_width_float": device.native_vector_width_float,
                 "fp64": bool(device.native_vector_width_double),
             }
-            name = f"{device.name.strip()} ({platform.name.strip()}, {device.driver_version.strip()})"
+            runtime = platform.name.strip()
+            runtime = COMMON_NAMES.get(runtime, runtime)
+            name = f"{device.name.strip()} ({runtime}, {device.driver_version.strip()})"
             found.append(Found(platform, device, name, kind, details))
     return found
