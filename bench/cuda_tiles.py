@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from backends.cuda import BACKEND, driver, lowering, tiles  # noqa: E402
-from backends.cuda.tiles import HaloTile  # noqa: E402
+from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher import problems  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
 from dispatcher.inputs import random_tensors  # noqa: E402
@@ -43,13 +43,13 @@ def forced(tile: HaloTile | None, seen: list[tuple[HaloTile, float]] | None = No
     """Let convolutions take ``tile``, or note all that could be taken, with estimates, in ``seen``."""
     choose = lowering.halo_tile
 
-    def instead(geometry: Any, positions: Any, pool: Any, **settings: Any) -> HaloTile | None:
-        best = choose(geometry, positions, pool, **settings)
+    def instead(task: HaloTask) -> HaloTile | None:
+        best = choose(task)
         if seen is not None and best is not None:
-            seen[:] = sorted(tiles.estimates(geometry, positions, pool, **settings), key=lambda item: item[1])
+            seen[:] = sorted(tiles.estimates(task), key=lambda item: item[1])
         return best if tile is None or best is None else tile
 
-    lowering.halo_tile = instead  # type: ignore[assignment]
+    lowering.halo_tile = instead
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from backends.cuda import tiles
-from backends.cuda.tiles import HaloTile
+from backends.cuda.tiles import HaloTask, HaloTile
 from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.operator import Operator
 from dispatcher.verification import verify_result
@@ -79,9 +79,9 @@ def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: py
     every = tiles.halo_tiles
     allowed = []
 
-    def some(*arguments: Any, **settings: Any) -> Iterator[HaloTile]:
-        for tile in every(*arguments, **settings):
-            can_be_other = settings["folded"] or tile.paired
+    def some(task: HaloTask) -> Iterator[HaloTile]:
+        for tile in every(task):
+            can_be_other = task.folded or tile.paired
             if tile.warp_m == warp_m and (tile.paired or tile.fold_shared) == (other and can_be_other):
                 allowed.append(tile)
                 yield tile

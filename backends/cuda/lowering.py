@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from backends.cuda import epilogue as epilogues
 from backends.cuda.convolution import fma_tables, halo_tables
 from backends.cuda.epilogue import Epilogue
-from backends.cuda.tiles import FmaTile, HaloTile, Triple, fma_tile, halo_tile
+from backends.cuda.tiles import FmaTile, HaloTask, HaloTile, Triple, fma_tile, halo_tile
 from backends.cuda.toolkit import Kernel
 from dispatcher.interface import PlannedLaunch
 from dispatcher.operator import Operator
@@ -252,15 +252,17 @@ class CudaFusion:
     def halo(self, convolution: ConvTranspose3d, epilogue: Epilogue) -> HaloTile | None:
         """The tile for a convolution and its epilogue."""
         return halo_tile(
-            convolution.geometry,
-            _positions(convolution, epilogue),
-            epilogue.window,
-            folded=epilogue.fold is not None,
-            softmax=epilogue.softmax,
-            split=self.operator.precision == "fp32",
-            shared_limit=self.target.shared_limit,
-            processors=self.target.processors,
-            box=self.options.tile,
+            HaloTask(
+                convolution.geometry,
+                _positions(convolution, epilogue),
+                epilogue.window,
+                folded=epilogue.fold is not None,
+                softmax=epilogue.softmax,
+                split=self.operator.precision == "fp32",
+                shared_limit=self.target.shared_limit,
+                processors=self.target.processors,
+                box=self.options.tile,
+            )
         )
 
 

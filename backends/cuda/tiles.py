@@ -209,8 +209,9 @@ _BOXES: tuple[tuple[Triple, int], ...] = tuple(
 _AHEAD = 1
 #: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
 _OTHER_REGISTERS = 40
-#: The same where the products of 24 or 32 channels are unrolled, for which more fragments are under way at a time.
-_DEEP_REGISTERS = 130
+#: The same where the products of 24 or 32 channels are unrolled, for which more fragments are under way at a time: so
+#: many, and one for each channel of the block.
+_DEEP_REGISTERS = 66
 #: And those of a softmax pass: its sums and exponentials.
 _SOFTMAX_REGISTERS = 24
 #: Shared memory of a multiprocessor that the driver keeps for each block.
@@ -234,116 +235,94 @@ def block_n(channels: int) -> int:
     return -(-channels // (-(-channels // MAX_BLOCK_N)) // 8) * 8
 
 
-def halo_tiles(
-    geometry: ConvGeometry,
-    pool: Triple,
-    *,
-    folded: bool,
-    softmax: bool,
-    split: bool,
-    shared_limit: int,
-    box: Triple | None = None,
-) -> Iterator[HaloTile]:
-    """All tiles that fit a device; arguments as for :func:`halo_tile`."""
-    reach = [axis.offset_range for axis in geometry.axes]
-    low = tuple(max(0, -first) for first, _ in reach)
-    high = tuple(max(0, last) for _, last in reach)
-    steps = math.prod(
-        sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
-    )
-    pairs = (
-        (True, False) if not folded and geometry.width.stride == 2 and geometry.width.output > 1 else (False,)
-    )
-    shares = (False, True) if folded else (False,)
-    for (extents, warp_m), paired, shared, resident in itertools.product(_BOXES, pairs, shares, (1, 2, 3, 4)):
-        if box is not None and box != extents:
-            continue
-        n = block_n(geometry.out_channels)
-        sums = warp_m * n // 2 * (1 + split + paired + (folded and not shared))
-        available = registers(2 * math.prod(extents) // warp_m, resident)
-        other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if softmax else 0)
-        if sums + other > available:
-            continue
-        k = block_k(geometry.in_channels, 32 if sums + _DEEP_REGISTERS <= available else 16)
-        tile = HaloTile(
-            extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
-            n, k, warp_m, paired, steps, softmax, shared, pool != (1, 1, 1), _AHEAD, resident,
-        )  # fmt: skip
-        shared_bytes = resident * (tile.shared_bytes + _RESERVED_BYTES)
-        if tile.threads <= 1024 and shared_bytes <= shared_limit + _RESERVED_BYTES:
-            yield tile
+@dataclass(frozen=True)
+class HaloTask:
+    """What a launch of ``conv_halo.cu`` has to do, and on what.
 
-
-def halo_tile(
-    geometry: ConvGeometry,
-    positions: Triple,
-    pool: Triple,
-    *,
-    folded: bool,
-    softmax: bool,
-    split: bool,
-    shared_limit: int,
-    processors: int,
-    box: Triple | None = None,
-) -> HaloTile | None:
-    """The tile with the lowest estimated time, or None when none fits.
-
-    Args:
+    Attributes:
         geometry: the convolution, without groups.
         positions: voxels m per axis (of the longest phase, or folded ones).
         pool: box of a second pooling, which must not cross blocks; ones for none.
         folded: all phases are folded to one result.
-        softmax: the kernel is a pass of a softmax.
+        softmax: the launch is a pass of a softmax.
         split: three TF32 products instead of one.
         shared_limit: bytes of shared memory that a block may have.
         processors: multiprocessors of the device.
         box: consider this box only.
     """
 
-    found = estimates(
-        geometry,
-        positions,
-        pool,
-        folded=folded,
-        softmax=softmax,
-        split=split,
-        shared_limit=shared_limit,
-        processors=processors,
-        box=box,
-    )
-    return min(found, key=lambda item: item[1], default=(None, 0.0))[0]
+    geometry: ConvGeometry
+    positions: Triple
+    pool: Triple
+    folded: bool
+    softmax: bool
+    split: bool
+    shared_limit: int
+    processors: int
+    box: Triple | None = None
+
+    @property
+    def paired_phases(self) -> bool:
+        """The phases of a line come in pairs that are stored together."""
+        width = self.geometry.width
+        return not self.folded and width.stride == 2 and width.output > 1
+
+    def sums(self, warp_m: int, block_n: int, paired: bool, fold_shared: bool) -> int:
+        """Registers of a thread that hold sums."""
+        return warp_m * block_n // 2 * (1 + self.split + paired + (self.folded and not fold_shared))
+
+    def blocks(self, tile: HaloTile) -> int | None:
+        """Blocks of the launch, or None where the tile does not go with the task's second pooling."""
+        extents = list(zip(tile.tile, self.pool, self.positions, strict=True))
+        if any(extent < window or (extent % window and extent < count) for extent, window, count in extents):
+            return None
+        boxes = math.prod(-(-count // extent) for extent, _, count in extents)
+        return boxes * max(self.geometry.batch, 1) * -(-self.geometry.out_channels // tile.block_n)
 
 
-def estimates(
-    geometry: ConvGeometry,
-    positions: Triple,
-    pool: Triple,
-    *,
-    folded: bool,
-    softmax: bool,
-    split: bool,
-    shared_limit: int,
-    processors: int,
-    box: Triple | None = None,
-) -> Iterator[tuple[HaloTile, float]]:
-    """All tiles that can be used, each with the cycles that the whole launch is estimated to take; arguments as for
-    :func:`halo_tile`."""
-    fitting = halo_tiles(
-        geometry, pool, folded=folded, softmax=softmax, split=split, shared_limit=shared_limit, box=box
+def halo_tiles(task: HaloTask) -> Iterator[HaloTile]:
+    """All tiles that fit the device."""
+    geometry = task.geometry
+    reach = [axis.offset_range for axis in geometry.axes]
+    low = tuple(max(0, -first) for first, _ in reach)
+    high = tuple(max(0, last) for _, last in reach)
+    steps = math.prod(
+        sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
     )
-    for tile in fitting:
-        crossing = any(
-            extent % window and extent < count
-            for extent, window, count in zip(tile.tile, pool, positions, strict=True)
-        )
-        if crossing or any(extent < window for extent, window in zip(tile.tile, pool, strict=True)):
+    n = block_n(geometry.out_channels)
+    other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if task.softmax else 0)
+    pairs = (True, False) if task.paired_phases else (False,)
+    shares = (False, True) if task.folded else (False,)
+    for (extents, warp_m), paired, shared, resident in itertools.product(_BOXES, pairs, shares, (1, 2, 3, 4)):
+        if task.box is not None and task.box != extents:
             continue
-        boxes = math.prod(-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True))
-        blocks = boxes * max(geometry.batch, 1) * -(-geometry.out_channels // tile.block_n)
-        if blocks < 2**31:
-            waves = blocks / (processors * tile.resident)
+        sums = task.sums(warp_m, n, paired, shared)
+        available = registers(2 * math.prod(extents) // warp_m, resident)
+        if sums + other > available:
+            continue
+        k = block_k(geometry.in_channels, 32 if sums + _DEEP_REGISTERS + n <= available else 16)
+        tile = HaloTile(
+            extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
+            n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
+        )  # fmt: skip
+        shared_bytes = resident * (tile.shared_bytes + _RESERVED_BYTES)
+        if tile.threads <= 1024 and shared_bytes <= task.shared_limit + _RESERVED_BYTES:
+            yield tile
+
+
+def halo_tile(task: HaloTask) -> HaloTile | None:
+    """The tile with the lowest estimated time, or None when none fits."""
+    return min(estimates(task), key=lambda item: item[1], default=(None, 0.0))[0]
+
+
+def estimates(task: HaloTask) -> Iterator[tuple[HaloTile, float]]:
+    """All tiles that can be used, each with the cycles that the whole launch is estimated to take."""
+    for tile in halo_tiles(task):
+        blocks = task.blocks(tile)
+        if blocks is not None and blocks < 2**31:
+            waves = blocks / (task.processors * tile.resident)
             waves = math.ceil(waves) if waves < 4 else waves
-            yield tile, estimated_cycles(geometry, tile, folded=folded, split=split) * waves
+            yield tile, estimated_cycles(task, tile) * waves
 
 
 #: Costs in cycles, fitted to 148 tiles of the five problems timed on an H200: see bench/cuda_tiles.py. The estimates
@@ -359,7 +338,7 @@ _WANTED_REGISTERS = 82  # besides sums; each one that is missing costs this shar
 _SHORTAGE = 0.0033
 
 
-def estimated_cycles(geometry: ConvGeometry, tile: HaloTile, *, folded: bool, split: bool) -> float:
+def estimated_cycles(task: HaloTask, tile: HaloTile) -> float:
     """Cycles in which a multiprocessor finishes ``tile.resident`` blocks.
 
     Tensor cores, first-level cache and instructions bound the main loop together (a 3-norm of their times).
@@ -367,23 +346,23 @@ def estimated_cycles(geometry: ConvGeometry, tile: HaloTile, *, folded: bool, sp
     columns, warps = tile.block_n / 8, tile.resident * tile.threads / 32
     in_quarter = math.ceil(warps / 4)
     k8 = tile.steps * tile.chunks * tile.block_k / 8
-    products = tile.warp_m * columns * (3 if split else 1)
+    products = tile.warp_m * columns * (3 if task.split else 1)
     fragments = 4 * tile.warp_m, 2 * columns  # floats of x and weights that a lane reads
     tensor = k8 * products * in_quarter * _PRODUCT_CYCLES
     cache = k8 * sum(fragments) * warps
     instructions = products + fragments[0] + fragments[1] / 4
-    if split:
+    if task.split:
         instructions += 3 * sum(fragments) + tile.warp_m * columns * 32 / tile.block_k
     loop = float(np.linalg.norm((tensor, cache, k8 * instructions * in_quarter), 3))
-    phases = math.prod(sum(phase.count > 0 for phase in axis.phases) for axis in geometry.axes)
+    phases = math.prod(sum(phase.count > 0 for phase in axis.phases) for axis in task.geometry.axes)
     loop += phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
-    sums = tile.warp_m * tile.block_n // 2 * (1 + split + tile.paired + (folded and not tile.fold_shared))
+    sums = task.sums(tile.warp_m, tile.block_n, tile.paired, tile.fold_shared)
     missing = max(0, sums + _WANTED_REGISTERS - registers(tile.threads, tile.resident))
     loop *= (1 + _LATENCY_CYCLES / warps) * (1 + _SHORTAGE * missing)
     if tile.threads < 128:
         loop *= _FEW_WARPS
-    stores = 0.0 if folded else tile.voxels * tile.block_n * phases * tile.resident * _STORE_CYCLES
-    if geometry.width.stride == 2 and not tile.paired:
+    stores = 0.0 if task.folded else tile.voxels * tile.block_n * phases * tile.resident * _STORE_CYCLES
+    if task.paired_phases and not tile.paired:
         stores *= _HALF_SECTORS
     sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
     loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k * _LOAD_CYCLES
