@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -792,6 +792,7 @@ def tune_command(
 
 @app.command("bench")
 def bench_command(
+    context: typer.Context,
     problem: ProblemsArgument = None,
     device: DeviceOrAllOption = None,
     case: CaseOption = None,
@@ -835,8 +836,9 @@ def bench_command(
 ) -> None:
     """Time problems on devices, and check the results first; exit 3 when others keep the machine busy."""
     if compare is not None:
-        given = {"PROBLEM": problem, "--device": device, "--against": against, "--plot": plot}
-        _compare_benchmarks(*compare, [name for name, value in given.items() if value], as_json)
+        _compare_benchmarks(
+            *compare, _given(context, beside={"compare", "as_json", "verbose", "debug"}), as_json
+        )
         return
     from dispatcher import benchmarking
     from dispatcher.charts import draw_races, require_matplotlib
@@ -1062,6 +1064,18 @@ def _print_bench(races: Sequence[Race]) -> None:
 
 
 # ---- input -------------------------------------------------------------------------------------------------
+def _given(context: typer.Context, beside: Container[str]) -> list[str]:
+    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
+            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
+            is_option = parameter.param_type_name == "option"
+            found.append("/".join(names) if is_option else str(parameter.name).upper())
+    return found
+
+
 def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
     """The whole number that an option gives.
 
