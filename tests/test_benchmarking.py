@@ -25,7 +25,7 @@ import cli
 import dispatcher
 from dispatcher import benchmarking, comparing, machine, peers, sampling
 from dispatcher.benchmarking import Race, race
-from dispatcher.errors import BusyError, InputError, KernelError, VerificationError
+from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
 from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.peers import Peer, PeerCall
@@ -692,7 +692,7 @@ def test_a_busy_machine_is_refused_unless_it_is_forced(
     code, out, err = bench(capsys, CONV)
     assert (code, out) == (3, "")
     assert "cores busy" in err and "--force" in err and err.count("\n") == 1
-    assert fake.probes == fake.calls == 0
+    assert fake.calls == 0
     busy(monkeypatch, whole)
     with pytest.raises(BusyError):
         dispatcher.benchmark(CONV)
@@ -700,6 +700,27 @@ def test_a_busy_machine_is_refused_unless_it_is_forced(
     code, out, err = bench(capsys, CONV, "--force", "--repeat", "1")
     assert code == 0 and out
     assert "trust no figure of it" in err
+
+
+def test_wrong_arguments_are_told_before_a_busy_machine(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy(monkeypatch, *[float(machine.cores())] * 20)
+    for arguments, expected, reason in (
+        (["--device", "nope"], 3, "no backend 'nope'"),
+        (["--device", "fake:5"], 3, "no device 5"),
+        (["--set", "batch_size=0"], 2, "the batch is empty"),
+        (["--case", "nope"], 2, "no case 'nope'"),
+        (["--against", "nope"], 2, "against is 'nope'"),
+    ):
+        code, out, err = bench(capsys, CONV, *arguments)
+        assert (code, out, err.count("\n")) == (expected, "", 1)
+        assert reason in err
+    with pytest.raises(DeviceError, match="no device 5"):
+        dispatcher.benchmark(CONV, device="fake:5")
+    with pytest.raises(InputError, match="the batch is empty"):
+        dispatcher.benchmark(CONV, batch_size=0)
+    assert fake.calls == 0
 
 
 def test_load_that_comes_later_is_told(
@@ -763,7 +784,7 @@ def test_a_chart_that_cannot_be_drawn_ends_it_at_once(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, out, err = bench(capsys, CONV, "--plot", str(tmp_path / "chart.png"))
     assert (code, out) == (2, "")
-    assert "needs matplotlib, which is not installed; pip install 'kernel-dispatcher[bench]'" in err
+    assert "needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'" in err
     assert fake.probes == fake.calls == 0
 
 
@@ -987,6 +1008,15 @@ def test_what_means_nothing_beside_compare_is_refused(capsys: pytest.CaptureFixt
         assert options[0] in err and "--compare" in err
 
 
+def test_what_bench_writes_can_be_compared_though_a_problem_was_named_twice(
+    fake: FakeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = bench(capsys, CONV, CONV, "--device", "fake", "--repeat", "1", "--json")
+    assert code == 0
+    code, out, err = compared(capsys, tmp_path, out, out)
+    assert (code, err) == (0, "") and "too few samples" in out
+
+
 def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
     from dispatcher.comparing import _judge
 
@@ -1029,3 +1059,11 @@ def test_a_race_without_results_is_a_race(install_backends: Install) -> None:
     assert isinstance(outcome, Race)
     assert outcome.results == () and outcome.rounds == 0
     assert "it cannot" in outcome.failures[0].reason
+
+
+def test_what_came_of_it_has_a_short_repr(fake: FakeBackend, some_peers: list[Any]) -> None:
+    outcome = race(CONV, ["fake", "numpy"], against=["right"], repeats=1)
+    assert repr(outcome) == "<Race of fake:0, numpy, right, 1 rounds>"
+    text = repr(outcome.results[0])
+    assert text.startswith(f"<Benchmark {CONV} on fake:0: median ") and "of 1 warm calls, checked" in text
+    assert repr(outcome.peers[0]).startswith(f"<PeerBenchmark {CONV} on right: median ")
