@@ -786,6 +786,8 @@ def test_a_chart_that_cannot_be_drawn_ends_it_at_once(
     assert (code, out) == (2, "")
     assert "needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'" in err
     assert fake.probes == fake.calls == 0
+    project = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert '\nplot = ["matplotlib' in project  # the extra that the message names
 
 
 def test_wrong_options(fake: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 
 import cli
 import dispatcher
+from dispatcher import diagnosis
 from dispatcher.errors import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +126,17 @@ def test_help_says_what_holds_where_nothing_is_given(run: Any) -> None:
     for command in ("bench", "verify", "tune", "explain"):
         words = " ".join(run(command, "--help").out.split())
         assert "Named case that gives the sizes; sample if left out" in words
+
+
+@pytest.mark.parametrize(
+    ("available", "words"), [(24_261_140_480, "22.6 GiB are"), (1 << 29, "only 0.5 GiB are")]
+)
+def test_doctor_tells_memory_in_gib(
+    run: Any, monkeypatch: pytest.MonkeyPatch, install_backends: Install, available: int, words: str
+) -> None:
+    install_backends()
+    monkeypatch.setattr(diagnosis, "available_bytes", lambda: available)
+    assert f" {words} available" in run("doctor").out
 
 
 def test_a_problem_that_is_named_twice_is_taken_once(run: Any, tmp_path: Path) -> None:
