@@ -1,7 +1,8 @@
 """The command line: results on stdout, everything else on stderr, and an exit code that says how it went.
 
 Exit codes: 0 done, and verified where asked; 1 a verification failed; 2 wrong usage or input; 3 no such
-device, or it cannot run this; 4 a kernel failed to build or run; 130 interrupted; 141 nobody reads stdout.
+device, or it cannot run this; 4 a kernel failed to build or run; 130 interrupted; 141 nobody reads stdout;
+143 terminated.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import logging
 import math
 import os
 import shutil
+import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -42,6 +46,7 @@ MAX_SEED = 2**64 - 1
 LOGGERS = ("dispatcher", "backends")
 INTERRUPTED = 130
 CLOSED_PIPE = 141
+TERMINATED = 143
 
 app = typer.Typer(
     name="dispatcher",
@@ -53,6 +58,10 @@ app = typer.Typer(
 
 class _ClosedPipeError(Exception):
     """Nobody reads stdout any more."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come; nothing catches it before main() but what cleans up."""
 
 
 class _Debug:
@@ -129,7 +138,19 @@ DeviceOption = Annotated[
     ),
 ]
 DeviceOrAllOption = Annotated[str | None, typer.Option(metavar="D|all", help="A device, or all usable ones.")]
-CaseOption = Annotated[str | None, typer.Option(metavar="C", help="Named case that gives the sizes.")]
+BenchDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D|all",
+        help="A device, or all usable ones. If left out: the environment variable DISPATCHER_DEVICE, then auto.",
+    ),
+]
+CaseOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="C", help="Named case that gives the sizes; sample if left out, where the problem has it."
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -281,7 +302,10 @@ def doctor_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say what was looked for and found, and what would mend it; exit 3 when only NumPy works."""
+    """Say what was looked for and found, and what would mend it.
+
+    The exit code is 3 when only NumPy works.
+    """
     from dispatcher.diagnosis import doctor
 
     with _progress("examining"):
@@ -616,7 +640,10 @@ def verify_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare devices, or a kernel of your own, with the reference, element by element; the worst comes first."""
+    """Compare devices, or your own kernel, with the reference.
+
+    Every element is compared; the worst result comes first.
+    """
     from dispatcher.verifying import (
         Verification,
         check_inputs,
@@ -643,7 +670,7 @@ def verify_command(
                 raise InputError(f"{name} and --kernel are both given; {name} is for our own kernels")
         if problem is None or len(problem) != 1:
             raise InputError(f"--kernel is for one problem, and {len(problem or ())} are given; name one")
-        ((loaded, its_case, arguments),) = _load_all(problem, settings, case, dtype, precision)
+        ((loaded, its_case, arguments),) = _load_all(problem, settings, case, dtype, precision, "verify")
         _judge(
             loaded,
             kernel,
@@ -663,7 +690,7 @@ def verify_command(
             raise InputError(f"{name} is given without --kernel; give both")
     results: list[Verification] = []
     options = _options(algorithm, option)
-    chosen = _load_all(problem, settings, case, dtype, precision)
+    chosen = _load_all(problem, settings, case, dtype, precision, "verify")
     with _progress("verifying") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
             results += verify(
@@ -751,10 +778,13 @@ def tune_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Find the fastest algorithm and tile for problems on a device; each candidate is verified first."""
+    """Find the fastest algorithm and tile on a device.
+
+    Each candidate is verified first.
+    """
     from dispatcher.tuning import TuneResult, tune_problem
 
-    chosen = _load_all(problem, settings, case, dtype, "fp32")
+    chosen = _load_all(problem, settings, case, dtype, "fp32", "tune")
     results: list[TuneResult] = []
     with _progress("tuning") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
@@ -792,8 +822,9 @@ def tune_command(
 
 @app.command("bench")
 def bench_command(
+    context: typer.Context,
     problem: ProblemsArgument = None,
-    device: DeviceOrAllOption = None,
+    device: BenchDeviceOption = None,
     case: CaseOption = None,
     settings: SetOption = None,
     dtype: DtypeOption = None,
@@ -817,7 +848,7 @@ def bench_command(
     verify: Annotated[bool, typer.Option(help="Check every result.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Measure although others use the machine.")] = False,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Where to write a chart; needs the extra bench.")
+        str | None, typer.Option(metavar="FILE.png", help="Where to write a chart; needs the extra plot.")
     ] = None,
     compare: Annotated[
         tuple[str, str] | None,
@@ -833,10 +864,14 @@ def bench_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Time problems on devices, and check the results first; exit 3 when others keep the machine busy."""
+    """Time problems on devices, after checking the results.
+
+    The exit code is 3 when other programs keep the machine busy.
+    """
     if compare is not None:
-        given = {"PROBLEM": problem, "--device": device, "--against": against, "--plot": plot}
-        _compare_benchmarks(*compare, [name for name, value in given.items() if value], as_json)
+        _compare_benchmarks(
+            *compare, _given(context, beside={"compare", "as_json", "verbose", "debug"}), as_json
+        )
         return
     from dispatcher import benchmarking
     from dispatcher.charts import draw_races, require_matplotlib
@@ -854,14 +889,14 @@ def bench_command(
     if plot is not None:
         require_matplotlib(plot)
         target = _output_path("--plot", plot)
-    chosen = _load_all(problem, settings, case, dtype, precision)
-    if not force:
-        benchmarking.refuse_when_busy()
+    chosen = _load_all(problem, settings, case, dtype, precision, "time")
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]
     else:
         first_usable(parse_request(device))
         places = [device]
+    if not force:
+        benchmarking.refuse_when_busy()
     races: list[tuple[Problem, str | None, benchmarking.Race]] = []
     with _progress("timing") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
@@ -1062,6 +1097,18 @@ def _print_bench(races: Sequence[Race]) -> None:
 
 
 # ---- input -------------------------------------------------------------------------------------------------
+def _given(context: typer.Context, beside: Container[str]) -> list[str]:
+    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
+            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
+            is_option = parameter.param_type_name == "option"
+            found.append("/".join(names) if is_option else str(parameter.name).upper())
+    return found
+
+
 def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
     """The whole number that an option gives.
 
@@ -1134,25 +1181,31 @@ def _load_all(
     case: str | None,
     dtype: str | None,
     precision: str,
+    task: str,
 ) -> list[tuple[Problem, str | None, dict[str, Any]]]:
-    """The problems named, or all, each with its case and --set arguments, checked as far as possible."""
-    from dispatcher.arguments import bind_arguments, parse_assignments, sort_arguments
+    """The problems named, each once, or all, each with its case and --set arguments, checked as far as possible.
+
+    Raises:
+        InputError: something is wrong, there is nothing to do for ``task``, or two problems have the same name.
+    """
+    from dispatcher.arguments import bind_numbers, parse_assignments
     from dispatcher.loader import load_problem, problem_names
 
     _check_choices(dtype, precision)
-    result = []
+    result: dict[str, tuple[Problem, str | None, dict[str, Any]]] = {}
     for problem in [load_problem(name) for name in names or problem_names()]:
+        if problem.name in result:
+            other = result[problem.name][0]
+            if replace(other, path=None) != replace(problem, path=None):
+                raise InputError(
+                    f"{other.path} and {problem.path} are different problems of one name, {problem.name}; name one"
+                )
+            continue
         arguments = parse_assignments(problem, settings or [], "--set")
         chosen = case or _default_case(problem)
-        bind_arguments(
-            problem,
-            sort_arguments(problem, arguments),
-            case=chosen,
-            dtype=dtype,
-            precision=precision,
-        )
-        result.append((problem, chosen, arguments))
-    return result
+        bind_numbers(problem, arguments, task, case=chosen, dtype=dtype, precision=precision)
+        result[problem.name] = (problem, chosen, arguments)
+    return list(result.values())
 
 
 def _read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.ndarray]:
@@ -1562,13 +1615,37 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 @contextmanager
+def _stderr_somewhere() -> Iterator[None]:
+    """Where stderr is closed, what goes there goes nowhere; without that, print() would take stdout."""
+    if sys.stderr is not None:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+        yield
+
+
+def _raise_when_terminated() -> None:
+    """Turn SIGTERM into an exception, so that temporary files and child processes do not outlive this one."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise _Terminated
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+@contextmanager
 def _undone_at_the_end() -> Iterator[None]:
-    """Take back what options change for this process: log handlers and the switch of self-tests."""
+    """Take back what is changed for this process: log handlers, the switch of self-tests, what SIGTERM does."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     states = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
+        if signal.getsignal(signal.SIGTERM) is not handler:
+            signal.signal(signal.SIGTERM, handler)
         for logger, level, handlers in states:
             logger.handlers[:] = handlers
             logger.setLevel(level)
@@ -1593,9 +1670,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _Debug.on = False
     _Told.texts.clear()
     command = typer.main.get_command(app)
-    with warnings.catch_warnings(), _undone_at_the_end():
+    with _stderr_somewhere(), warnings.catch_warnings(), _undone_at_the_end():
         warnings.showwarning = _show_warning
+        if sys.stdout is None:
+            _complain("stdout is closed; send it to /dev/null where the result is not wanted")
+            return InputError.exit_code
         try:
+            _raise_when_terminated()
             code = command.main(
                 None if arguments is None else list(arguments), prog_name="dispatcher", standalone_mode=False
             )
@@ -1606,8 +1687,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return CLOSED_PIPE
         except (KeyboardInterrupt, typer.Abort):
-            _complain("interrupted")
-            return INTERRUPTED
+            code = INTERRUPTED
+        except _Terminated:
+            _complain("terminated")
+            return TERMINATED
         except MemoryError as error:
             return _report(
                 error, f"the host has not enough memory: {_one_line(error)}", KernelError.exit_code
@@ -1620,6 +1703,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"unexpected {type(error).__name__}: {_one_line(error)}"
             hint = "" if _Debug.on else " (run again with --debug for the traceback)"
             return _report(error, text + hint, KernelError.exit_code)
+        if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt, too
+            _complain("interrupted")
     return code if isinstance(code, int) else 0
 
 

@@ -207,8 +207,8 @@ def scalar_value(name: str, value: Any) -> float:
 
 
 def tensor_argument(name: str, value: Any) -> TensorArgument:
-    """Look at a tensor: a NumPy array, anything NumPy can read as one, or an array on a CUDA device that offers
-    ``__cuda_array_interface__`` or DLPack.
+    """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
+    array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
 
     Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
 
@@ -219,30 +219,51 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
     if isinstance(value, TensorArgument):
         return value
     if not isinstance(value, np.ndarray):
-        interface = getattr(value, "__cuda_array_interface__", None)
-        if interface is None and hasattr(value, "__dlpack_device__"):
-            from dispatcher import dlpack
+        from dispatcher import dlpack
 
-            if dlpack.on_cuda(value):
-                value = dlpack.take(name, value)
-                interface = value.__cuda_array_interface__
-        if interface is not None:
-            dtype = np.dtype(interface["typestr"])
-            if dtype.kind != "f":
-                raise DtypeError(
-                    f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}"
-                )
-            return TensorArgument(value, tuple(interface["shape"]), _checked_dtype(name, dtype), True)
+        found = _on_device(name, value)
+        if found is None and dlpack.on_cuda(name, value):
+            found = _on_device(name, dlpack.take(name, value))
+        if found is not None:
+            return found
     if isinstance(value, np.ma.MaskedArray):
         raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
     if isinstance(value, str | bytes | Mapping | set | frozenset):
         raise InputError(f"tensor {name} is {_brief(value)}; expected an array")
+    only_dlpack = hasattr(value, "__dlpack__") and not any(
+        hasattr(value, other) for other in _ARRAY_PROTOCOLS
+    )
     try:
-        array = np.asarray(value)
+        array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
     except Exception as error:  # whatever the object's own conversion raises
         raise InputError(f"tensor {name} cannot be read as an array: {_first_line(error)}") from error
     dtype = _checked_dtype(name, array.dtype)
     return TensorArgument(array, array.shape, None if isinstance(value, list | tuple) else dtype)
+
+
+#: What NumPy reads an array from by itself.
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
+
+
+def _on_device(name: str, value: Any) -> TensorArgument | None:
+    """An array that offers ``__cuda_array_interface__``; None for anything else.
+
+    Raises:
+        InputError: what it offers cannot be read.
+        DtypeError: its dtype is not a floating-point one.
+    """
+    try:
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None:
+            return None
+        dtype, shape = np.dtype(interface["typestr"]), tuple(map(python_operator.index, interface["shape"]))
+    except Exception as error:  # a library's property may raise anything
+        raise InputError(
+            f"tensor {name} has a __cuda_array_interface__ that cannot be read: {_first_line(error)}"
+        ) from error
+    if dtype.kind != "f":
+        raise DtypeError(f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}")
+    return TensorArgument(value, shape, _checked_dtype(name, dtype), True)
 
 
 def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -296,6 +317,42 @@ def bind_arguments(
     return operator
 
 
+def bind_numbers(
+    problem: Problem,
+    arguments: Mapping[str, Any],
+    task: str,
+    *,
+    case: str | None = None,
+    dtype: str | None = None,
+    precision: str = "fp32",
+) -> Operator:
+    """Bind ``problem`` for a function that makes its tensors itself.
+
+    Args:
+        problem: what to compute.
+        arguments: sizes, scalars and shorthands by name.
+        task: what the function does, as a verb, for messages.
+        case: see :func:`bind_arguments`, as for ``dtype`` and ``precision``.
+
+    Raises:
+        InputError: an argument is a tensor or otherwise wrong, or the batch is empty.
+    """
+    for parameter in problem.parameters:
+        if parameter.type == "tensor" and arguments.get(parameter.name) is not None:
+            raise InputError(
+                f"tensor {parameter.name} cannot be given here: the tensors to {task} with are made from the seed; "
+                "give sizes and scalars, and tensors of your own to dispatcher.run (run --tensor on the command line)"
+            )
+    operator = bind_arguments(
+        problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision
+    )
+    if operator.empty:
+        raise InputError(
+            f"{problem.name}: the batch is empty, so there is nothing to {task}; expected one item or more"
+        )
+    return operator
+
+
 def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     """The numbers that hold where a caller says nothing: a case's, then the parameters' defaults.
 
@@ -304,9 +361,9 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     """
     values = {p.name: p.default for p in problem.parameters if p.default is not None}
     if case is not None:
-        if case not in problem.cases:
+        if not isinstance(case, str) or case not in problem.cases:
             raise InputError(
-                f"{problem.name} has no case {case!r}; expected one of "
+                f"{problem.name} has no case {_brief(case)}; expected one of "
                 f"{', '.join(problem.cases) or '(it has none)'}"
             )
         values.update(problem.cases[case])
@@ -323,7 +380,7 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
     Raises:
         DtypeError: two tensors differ, or one differs from what was asked for.
     """
-    if requested is not None and requested not in DTYPES:
+    if requested is not None and (not isinstance(requested, str) or requested not in DTYPES):
         raise DtypeError(f"dtype is {_brief(requested)}; expected one of {', '.join(DTYPES)}")
     chosen, because = requested, f"dtype {requested} was asked for"
     for name, tensor in tensors.items():
@@ -482,6 +539,20 @@ def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     result = array.view() if fits else np.array(array, dtype=dtype, order="C")
     result.flags.writeable = False
     return result
+
+
+def check_options(options: Any) -> None:
+    """See to it that tuning choices are a mapping of names to values; which ones there are, a backend knows.
+
+    Raises:
+        InputError: they are not.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InputError(
+            f"options is {_brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
+        )
 
 
 def snapshot(tensor: TensorArgument) -> TensorArgument:

@@ -17,9 +17,16 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import __version__, machine, registry
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.arguments import bind_numbers, check_options
 from dispatcher.compiled import PreparedCall, ProblemLike
-from dispatcher.errors import BusyError, DispatcherError, InputError, KernelError, VerificationError
+from dispatcher.errors import (
+    BusyError,
+    DeviceError,
+    DispatcherError,
+    InputError,
+    KernelError,
+    VerificationError,
+)
 from dispatcher.explanation import device_dict, operator_dict, skipped_list
 from dispatcher.inputs import check_seed, random_tensors
 from dispatcher.interface import Device, Measurable, Roofline, Timings
@@ -28,7 +35,7 @@ from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
 from dispatcher.peers import DISTRIBUTIONS, PEER_SLACK, PEERS, PeerCall, Unsupported, parse_peers
 from dispatcher.sampling import Ratio, Times, host_caches, rate, ratio, seconds_since
-from dispatcher.selection import describe, parse_request
+from dispatcher.selection import describe, first_usable, parse_request
 from dispatcher.verification import Comparison, poisoned, verify_results
 from dispatcher.verifying import call_on, checksums, comparison_dict
 
@@ -109,6 +116,14 @@ class Measured:
     clock_note: str
     shared_memory: bool
 
+    def __repr__(self) -> str:
+        """Who took how long; everything else is in :meth:`as_dict`."""
+        checked = "not checked" if self.comparison is None else "checked"
+        return (
+            f"<{type(self).__name__} {self.operator.problem.name} on {self.name}: median {self.median_s:.3g} s of "
+            f"{len(self.times_s)} warm calls, {checked}>"
+        )
+
     @property
     def times_s(self) -> tuple[float, ...]:
         """Seconds of each warm call on the host's clock."""
@@ -163,7 +178,7 @@ class Measured:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PeerBenchmark(Measured):
     """How long it takes another library.
 
@@ -178,7 +193,7 @@ class PeerBenchmark(Measured):
         return {**operator_dict(self.operator), "peer": self.name, "place": self.place, **super().as_dict()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Benchmark(Measured):
     """How long one problem takes on one device.
 
@@ -270,6 +285,12 @@ class Race:
     settled: bool
     foreign_cores: float | None
 
+    def __repr__(self) -> str:
+        names = [each.name for each in (*self.results, *self.peers)]
+        out = [failure.name for failure in self.failures]
+        failed = f"; failed: {', '.join(out)}" if out else ""
+        return f"<Race of {', '.join(names) or 'nobody'}, {self.rounds} rounds{failed}>"
+
 
 def protocol() -> dict[str, Any]:
     """How everything here is measured, for result files."""
@@ -335,8 +356,8 @@ def benchmark(
 
     Raises:
         VerificationError: a result is wrong; nothing is reported then.
-        InputError: an argument is wrong, a peer is not installed, or the batch is empty, so that there is nothing
-            to time.
+        InputError: an argument is wrong or a tensor, a peer is not installed, or the batch is empty, so that there
+            is nothing to time.
         DeviceError: no device of the request can run the problem; as BusyError, the machine is busy.
         KernelError: a kernel did not build or run on the device that was named.
     """
@@ -408,19 +429,18 @@ def race(
         _check_count("repeats", repeats, 1)
     _check_count("warmup", warmup, 0)
     if time_limit_s is not None and not (
-        isinstance(time_limit_s, int | float) and 0 < time_limit_s < math.inf
+        isinstance(time_limit_s, int | float)
+        and not isinstance(time_limit_s, bool)
+        and 0 < time_limit_s < math.inf
     ):
         raise InputError(f"time_limit_s is {time_limit_s!r}; expected a number of seconds above 0")
+    check_options(options)
     peers = parse_peers(against)
     loaded = load_problem(problem)
     for device in devices:
         parse_request(device)
-    operator = bind_arguments(
-        loaded, sort_arguments(loaded, arguments), case=case, dtype=dtype, precision=precision
-    )
-    if operator.empty:
-        raise InputError(f"{loaded.name}: the batch is empty, so there is nothing to time")
-    if not force:
+    operator = bind_numbers(loaded, arguments, "time", case=case, dtype=dtype, precision=precision)
+    if not force and any(map(_is_usable, devices)):  # else nothing is timed, and that is what has to be said
         refuse_when_busy()
     tensors = random_tensors(operator, seed)
     before = checksums(tensors)
@@ -475,6 +495,15 @@ def race(
 def _check_count(name: str, count: Any, least: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise InputError(f"{name} is {count!r}; expected a whole number of {least} or more")
+
+
+def _is_usable(device: str | Device | None) -> bool:
+    """Whether a device request reaches a device."""
+    try:
+        first_usable(parse_request(device))
+    except DeviceError:
+        return False
+    return True
 
 
 def _label(device: str | Device | None) -> str:

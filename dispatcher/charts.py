@@ -74,7 +74,7 @@ def require_matplotlib(path: str) -> None:
         raise InputError(f"--plot is {path!r}; expected a file name that ends in .png")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(
-            "--plot needs matplotlib, which is not installed; pip install 'kernel-dispatcher[bench]'"
+            "--plot needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'"
         )
 
 

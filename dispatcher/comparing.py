@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import os
+import stat
+import unicodedata
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,10 @@ from dispatcher.sampling import Times, bootstrap_ratio
 
 #: Schema of the results that can be read.
 SCHEMA = 1
+#: Bytes that a result may have.
+MAX_FILE_BYTES = 64 << 20
+#: Seconds that a sample may have: from below what any clock tells to more than anybody waits.
+LEAST_S, MOST_S = 1e-12, 1e9
 #: Confidence of the bootstrap interval.
 CONFIDENCE = 0.99
 #: Samples that each side must have.
@@ -93,13 +99,7 @@ def compare_results(old: str | Path, new: str | Path) -> BenchComparison:
     Raises:
         InputError: a file is not such a result.
     """
-    try:
-        return _compare(_read(old), _read(new))
-    except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-        raise InputError(
-            f"--compare: {str(old)!r} or {str(new)!r} lacks a field, or has a wrong one ({error!r}); expected what "
-            "`dispatcher bench --json` wrote"
-        ) from error
+    return _compare(_read(old), _read(new))
 
 
 def _compare(*reports: Mapping[str, Any]) -> BenchComparison:
@@ -128,23 +128,158 @@ def _compare(*reports: Mapping[str, Any]) -> BenchComparison:
     )
 
 
+# ---- reading -----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Kind:
+    """What a single value has to be: in words, and as a function."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not any(unicodedata.category(sign) in ("Cc", "Cs") for sign in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+_TEXT = _Kind("a text without control characters", _is_text)
+_TEXT_OR_NULL = _Kind(f"{_TEXT.words}, or null", lambda value: value is None or _is_text(value))
+_WHOLE = _Kind("a whole number from 0 to 2**63 - 1", _is_whole)
+_SCALAR = _Kind(
+    "a number, 'inf' or '-inf'",
+    lambda value: value in ("inf", "-inf") or (_is_number(value) and abs(value) < 1e300),
+)
+_LOAD = _Kind(
+    "a number from 0 to 1e6, or null",
+    lambda value: value is None or (_is_number(value) and 0 <= value <= 1e6),
+)
+_SECONDS = _Kind(
+    f"a number of seconds from {LEAST_S:g} to {MOST_S:g}",
+    lambda value: _is_number(value) and LEAST_S <= value <= MOST_S,
+)
+
+#: What is read of a result. A mapping has these fields, and may lack those that end in a question mark; one with the
+#: only field ``*`` has any fields of one form. A list has elements of one form; with an ellipsis, one at least. In a
+#: tuple, None allows null.
+_CONDITION = {"wall": {"seconds": [_SECONDS, ...]}, "kernel": (None, {"seconds": [_SECONDS, ...]})}
+_MEASURED = {
+    **dict.fromkeys(("problem", "dtype", "precision"), _TEXT),
+    **dict.fromkeys(("case", "kernel_clock"), _TEXT_OR_NULL),
+    "sizes": {"*": _WHOLE},
+    "scalars": {"*": _SCALAR},
+    "warm": _CONDITION,
+    "cold": _CONDITION,
+}
+_FACTS = {"driver?": _TEXT_OR_NULL, "driver_cuda?": _TEXT_OR_NULL, "nvcc?": _TEXT_OR_NULL}
+_REPORT = {
+    "machine": {"cpu": _TEXT, "cores": _WHOLE},
+    "versions": {"*": _TEXT},
+    "results": [{**_MEASURED, "name": _TEXT, "device": {"name": _TEXT, "facts": _FACTS}}],
+    "peers": [{**_MEASURED, "peer": _TEXT, "place": _TEXT}],
+    "races": [{"foreign_cores": _LOAD}],
+}
+
+
 def _read(path: str | Path) -> dict[str, Any]:
+    """A result, with everything in it that is read later as it should be.
+
+    Raises:
+        InputError: it is not.
+    """
+    name = f"--compare {str(path)!r}"
+    content = _content(path, name)
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not a text file"
-        raise InputError(f"--compare {str(path)!r} cannot be read: {reason}") from error
+        report = json.loads(content.decode("utf-8-sig"))
+        found = (report.get("command"), report.get("schema")) if isinstance(report, dict) else (None, None)
+        if found == ("bench", SCHEMA) and "machine" in report:
+            _check(report, _REPORT, "")
+            return dict(report)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not a text in UTF-8; {_AGAIN}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name} is not JSON: {error}; {_AGAIN}") from error
+    except RecursionError:
+        raise InputError(f"{name} is nested too deeply; {_AGAIN}") from None
     except ValueError as error:
-        raise InputError(f"--compare {str(path)!r} is not JSON: {error}") from error
-    found = (report.get("command"), report.get("schema")) if isinstance(report, dict) else (None, None)
-    if found != ("bench", SCHEMA) or "machine" not in report:
-        raise InputError(
-            f"--compare {str(path)!r} is not a result of `dispatcher bench --json` of schema {SCHEMA}, "
-            "with samples; make it again with this version"
-        )
-    return dict(report)
+        raise InputError(f"{name}: {error}; {_AGAIN}") from None
+    raise InputError(
+        f"{name} is not a result of `dispatcher bench --json` of schema {SCHEMA}, with samples; make it again "
+        "with this version"
+    )
 
 
+_AGAIN = "make it again with `dispatcher bench --json`"
+
+
+def _content(path: str | Path, name: str) -> bytes:
+    """The bytes of a regular file that is not too large.
+
+    Raises:
+        InputError: it is another one, or cannot be read.
+    """
+    try:
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+        if regular:
+            with open(path, "rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL in it
+        raise InputError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not regular:
+        raise InputError(f"{name} is not a regular file; save the result of `dispatcher bench --json` in one")
+    if len(content) > MAX_FILE_BYTES:
+        raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}")
+    return content
+
+
+def _check(value: Any, form: Any, where: str) -> None:
+    """See to it that ``value`` has a form; see :data:`_REPORT`.
+
+    Raises:
+        ValueError: it has not.
+    """
+    match form:
+        case _Kind():
+            if not form.holds(value):
+                raise ValueError(f"{where} is {_brief(value)}; expected {form.words}")
+        case (None, other):
+            if value is not None:
+                _check(value, other, where)
+        case [each, *least]:
+            if not isinstance(value, list) or len(value) < len(least):
+                raise ValueError(
+                    f"{where} is {_brief(value)}; expected a list{' of one or more' if least else ''}"
+                )
+            for number, element in enumerate(value):
+                _check(element, each, f"{where}[{number}]")
+        case _:
+            if not isinstance(value, dict):
+                raise ValueError(f"{where} is {_brief(value)}; expected a mapping")
+            fields = dict.fromkeys(value, form["*"]) if "*" in form else form
+            for field, its_form in fields.items():
+                key = field.removesuffix("?")
+                at = f"{where}.{key}" if where else key
+                if not _is_text(key):
+                    raise ValueError(f"{where} has the field {_brief(key)}; expected a name")
+                if key in value:
+                    _check(value[key], its_form, at)
+                elif key == field:
+                    raise ValueError(f"{at} is missing")
+
+
+def _brief(value: Any) -> str:
+    """A value in a message: short, on one line, of printable characters."""
+    text = ascii(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------
 def _entries(report: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """The entries of a result by what identifies them.
 
@@ -188,7 +323,7 @@ def _mismatch(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
             values = old[field].get(name), new[field].get(name)
             if values[0] != values[1]:
                 return f"{name} is {values[0]} and {values[1]}"
-    if "device" in old and old["name"] != "numpy" and _device_name(old) != _device_name(new):
+    if old.get("name") != "numpy" and _device_name(old) != _device_name(new):
         return f"the devices differ: {old['device']['name']} and {new['device']['name']}"
     return ""
 
@@ -231,9 +366,7 @@ def _differences(name: tuple[str, str], old: Mapping[str, Any], new: Mapping[str
             sides = [entry[state][part] for entry in (old, new)]
             if None in sides or (part == "kernel" and old["kernel_clock"] != new["kernel_clock"]):
                 continue
-            before, after = (Times(tuple(float(second) for second in side["seconds"])) for side in sides)
-            if not all(0 < second < math.inf for times in (before, after) for second in times.seconds):
-                raise InputError(f"--compare: {name[0]} on {name[1]} has times that are not above 0")
+            before, after = (Times(tuple(map(float, side["seconds"]))) for side in sides)
             found.append(_judge(name, f"{state} {part}", before, after))
     return found
 

@@ -20,6 +20,7 @@ from dispatcher.arguments import (
     IncompleteError,
     TensorArgument,
     bind_arguments,
+    check_options,
     check_output,
     describe_shape,
     host_tensor,
@@ -31,7 +32,7 @@ from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, Ke
 from dispatcher.interface import Device, Timings
 from dispatcher.loader import load_problem
 from dispatcher.memory import check_host_memory
-from dispatcher.operator import PRECISIONS, Operator
+from dispatcher.operator import Operator, check_precision
 from dispatcher.problem import Problem
 from dispatcher.selection import (
     Choice,
@@ -138,6 +139,8 @@ def run(
         DeviceError: the device does not exist or cannot run the problem.
         KernelError: a kernel did not build or run on the device that was named.
     """
+    if trace is not None and not isinstance(trace, str | os.PathLike):
+        raise InputError(f"trace is {trace!r}; expected the path of a file to write")
     compiled = CompiledOperator(
         load_problem(problem),
         device=device,
@@ -223,8 +226,8 @@ class CompiledOperator:
         eager: bool = True,
     ) -> None:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
-        if precision not in PRECISIONS:
-            raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+        check_precision(precision)
+        check_options(options)
         self._problem = problem
         self._request: Request = parse_request(device, devices)
         self._settings: dict[str, Any] = {"case": case, "dtype": _dtype_name(dtype), "precision": precision}

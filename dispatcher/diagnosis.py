@@ -119,9 +119,11 @@ def _host() -> Iterator[Finding]:
     if available is None:
         yield Finding("host", "memory", "note", "this system does not say how much is available")
     elif available < LITTLE_MEMORY:
-        yield Finding("host", "memory", "note", f"only {available} bytes are available", "end other programs")
+        yield Finding(
+            "host", "memory", "note", f"only {available / 2**30:.1f} GiB are available", "end other programs"
+        )
     else:
-        yield Finding("host", "memory", "ok", f"{available} bytes are available")
+        yield Finding("host", "memory", "ok", f"{available / 2**30:.1f} GiB are available")
 
 
 def _backend(name: str, module: str) -> list[Finding]:

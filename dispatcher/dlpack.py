@@ -114,10 +114,23 @@ class TakenArray:
         self.__cuda_array_interface__ = interface
 
 
-def on_cuda(value: Any) -> bool:
-    """Whether ``value`` offers DLPack, and lies on a CUDA device."""
+def on_cuda(name: str, value: Any) -> bool:
+    """Whether tensor ``name`` offers DLPack, and lies on a CUDA device.
+
+    Raises:
+        InputError: it cannot say where it lies.
+    """
     where = getattr(value, "__dlpack_device__", None)
-    return where is not None and int(where()[0]) in (KDL_CUDA, _KDL_CUDA_MANAGED)
+    if where is None:
+        return False
+    try:
+        kind, _ = where()
+        return int(kind) in (KDL_CUDA, _KDL_CUDA_MANAGED)
+    except Exception as error:  # whatever the library raises, as PyTorch does for tensors without data
+        raise InputError(
+            f"tensor {name} cannot say by DLPack on which device it is: {error}; expected an array in host memory or "
+            "on a CUDA device"
+        ) from error
 
 
 def take(name: str, value: Any) -> TakenArray:

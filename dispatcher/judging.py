@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry, selftest
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.arguments import bind_numbers
 from dispatcher.childprocess import Ended, Report, run_child
 from dispatcher.compiled import ProblemLike
 from dispatcher.errors import BuildError, DeviceError, DispatcherError, InputError, KernelError
@@ -113,6 +113,10 @@ class Judgement:
     build_s: float | None = None
     times_s: tuple[float, ...] = ()
     kernel_s: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        what = f"{self.kernel.entry} in {self.kernel.file} for {self.operator.problem.name}"
+        return f"<Judgement of {what} on {self.device.id}: {self.outcome}>"
 
     @property
     def passed(self) -> bool:
@@ -228,11 +232,7 @@ def verify_kernel(
     _check_numbers(timeout_s, repeats, warmup)
     wanted = check_inputs(inputs)
     loaded = load_problem(problem)
-    operator = bind_arguments(
-        loaded, sort_arguments(loaded, arguments), case=case, dtype=dtype, precision=precision
-    )
-    if operator.empty:
-        raise InputError(f"{loaded.name}: the batch is empty, so there is nothing to verify")
+    operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
     source, backend = _read_kernel(operator, kernel, entry, global_size, local_size, build_options)
     judgements: list[Judgement] = []
     places = _places(backend, device, source.file)

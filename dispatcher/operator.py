@@ -89,6 +89,16 @@ class Operator:
         return math.prod(self.output_shape) == 0
 
 
+def check_precision(precision: Any) -> None:
+    """See to it that ``precision`` is one of :data:`PRECISIONS`.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+
+
 def bind(
     problem: Problem,
     sizes: Mapping[str, int],
@@ -112,8 +122,7 @@ def bind(
     """
     if dtype not in DTYPES:
         raise DtypeError(f"dtype is {dtype}; expected one of {', '.join(DTYPES)}")
-    if precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+    check_precision(precision)
     if precision == "tf32" and dtype != "float32":
         raise InputError(f"precision tf32 needs dtype float32, got {dtype}; leave precision out")
     shapes: dict[str, tuple[int, ...]] = {}

@@ -406,6 +406,8 @@ def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         InputError: a name is unknown, or a library is not installed.
     """
+    if not isinstance(names, str | Sequence):
+        raise InputError(f"against is {names!r}; expected one of {', '.join(PEERS)}, or a list of them")
     given = names.split(",") if isinstance(names, str) else list(names)
     found = tuple(dict.fromkeys(str(name).strip() for name in given))
     for name in found:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.arguments import bind_numbers
 from dispatcher.compiled import ProblemLike
 from dispatcher.errors import DeviceError, DispatcherError
 from dispatcher.inputs import random_tensors
@@ -191,9 +191,7 @@ def tune_problem(
         DeviceError: the device does not exist, or has nothing to tune.
     """
     loaded = load_problem(problem)
-    operator = bind_arguments(
-        loaded, sort_arguments(loaded, arguments), case=case, dtype=dtype, precision="fp32"
-    )
+    operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype)
     chosen, _ = first_usable(parse_request(device))
     tensors = random_tensors(operator, seed)
     reference, bound = bounded_reference(operator, tensors)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.arguments import bind_numbers, check_options
 from dispatcher.compiled import CompiledOperator, PreparedCall, ProblemLike
 from dispatcher.errors import DeviceError, InputError, KernelError
 from dispatcher.explanation import device_dict, operator_dict, skipped_list
@@ -122,6 +122,14 @@ class Verification:
         return self.worst.outcome
 
     @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return self.outcome == "passed"
+
+    def __repr__(self) -> str:
+        return f"<Verification {self.problem} on {self.device.id}: {self.outcome}, {len(self.checks)} checks>"
+
+    @property
     def comparison(self) -> Comparison | None:
         """The error figures of the worst check; None when it had no result."""
         return self.worst.comparison
@@ -212,8 +220,12 @@ def check_inputs(inputs: str | Sequence[str] | None) -> tuple[str, ...] | None:
     Raises:
         InputError: a name is not that of a set, or of one that shows nothing.
     """
-    if inputs is None or inputs == "all":
-        return None if inputs is None else ()
+    if inputs is None:
+        return None
+    if isinstance(inputs, str) and inputs == "all":
+        return ()
+    if not isinstance(inputs, str | Sequence):
+        raise InputError(f"inputs is {inputs!r}; expected all, or names of sets of inputs")
     names = [name.strip() for name in inputs.split(",")] if isinstance(inputs, str) else list(inputs)
     usable = [name for name in INPUT_SETS if name != "uniform"]
     if "uniform" in names:
@@ -273,22 +285,24 @@ def verify(
         One entry for each problem and device; a failure is an entry too.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is wrong or a tensor, or the batch is empty, so that there is nothing to compare.
         DeviceError: the device that was named does not exist.
     """
     wanted, numbers = check_inputs(inputs), check_seeds(seed, seeds)
-    if device != "all":
+    check_options(options)
+    everywhere = isinstance(device, str) and device == "all"
+    if not everywhere:
         parse_request(device)
     if problems is None:
         problems = problem_names()
     elif not isinstance(problems, Sequence) or isinstance(problems, str):
         problems = [problems]
     operators = [
-        bind_arguments(loaded, sort_arguments(loaded, arguments), case=case, dtype=dtype, precision=precision)
+        bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
         for loaded in (load_problem(problem) for problem in problems)
     ]
     places: list[tuple[str | Device | None, Device]]
-    if device == "all":
+    if everywhere:
         places = [(found.id, found) for found in devices() if found.available]
     else:
         places = [(device, first_usable(parse_request(device))[0])]

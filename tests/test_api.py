@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -452,6 +453,55 @@ def test_benchmark_checks_what_it_timed(fake: FakeBackend) -> None:
 def test_benchmark_refuses_what_cannot_be_timed(fake: FakeBackend, wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         dispatcher.benchmark(CONV, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"options": 5}, {"options": [1]}, {"options": ""}, {"options": {1: 2}}, {"case": ["sample"]},
+        {"precision": np.zeros(2)}, {"dtype": [1]}, {"device": 5},
+    ],
+)  # fmt: skip
+def test_arguments_of_a_wrong_type(fake: FakeBackend, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    for function in (
+        dispatcher.compile,
+        partial(dispatcher.run, **conv_tensors()),
+        dispatcher.explain,
+        dispatcher.verify,
+        dispatcher.benchmark,
+    ):
+        with pytest.raises(InputError, match=f"{name} "):
+            function(CONV, **wrong)
+    assert fake.probes == 0
+
+
+def test_arguments_of_a_wrong_type_for_one_function(fake: FakeBackend) -> None:
+    for against in (5, [1], {"torch"}):
+        with pytest.raises(InputError, match="against is"):
+            dispatcher.benchmark(CONV, against=against)
+    for inputs in (5, {"signed"}, np.zeros(2)):
+        with pytest.raises(InputError, match="inputs is"):
+            dispatcher.verify(CONV, inputs=inputs)
+    with pytest.raises(InputError, match="trace is 5; expected the path of a file"):
+        dispatcher.run(CONV, **conv_tensors(), trace=5)
+    with pytest.raises(InputError, match="time_limit_s is True"):
+        dispatcher.benchmark(CONV, time_limit_s=True)
+    assert fake.probes == 0
+
+
+def test_tensors_are_refused_where_they_would_be_replaced(fake: FakeBackend) -> None:
+    x = conv_tensors()["input"]
+    for function in (dispatcher.verify, dispatcher.benchmark, dispatcher.tune_problem):
+        with pytest.raises(
+            InputError, match=r"tensor input cannot be given here.*dispatcher\.run \(run --tensor"
+        ):
+            function(CONV, input=x)
+    with pytest.raises(InputError, match="tensor input cannot be given here"):
+        dispatcher.verify_kernel(CONV, "mine.cl", global_size=1, input=x)
+    with pytest.raises(InputError, match="tensor output cannot be given here"):
+        dispatcher.verify(CONV, output=np.zeros((2, 6, 5, 5, 6), "f4"))
+    assert fake.probes == 0
 
 
 def test_nothing_is_printed(fake: FakeBackend, capfd: pytest.CaptureFixture[str]) -> None:

@@ -340,6 +340,54 @@ def test_the_error_of_a_foreign_object_is_told() -> None:
         run(input=Broken(), kernel=conv_tensors()["kernel"])
 
 
+class OnlyDLPack:
+    """An array of another library that offers DLPack and nothing else."""
+
+    def __init__(self, host: np.ndarray, where: Any = (1, 0)) -> None:
+        self._host, self._where = host, where
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._host.__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        if isinstance(self._where, Exception):
+            raise self._where
+        return self._where
+
+
+def test_arrays_that_offer_dlpack_alone() -> None:
+    tensors = conv_tensors()
+    result = run(**{name: OnlyDLPack(array) for name, array in tensors.items()})
+    np.testing.assert_array_equal(result, run(**tensors))
+    with pytest.raises(DtypeError, match="tensor input has dtype complex64"):
+        run(**{**tensors, "input": OnlyDLPack(tensors["input"].astype("c8"))})
+
+
+@pytest.mark.parametrize(
+    "where", ["x", "xy", None, 5, (1,), ValueError("no device"), RuntimeError("not here")]
+)
+def test_arrays_that_cannot_say_where_they_are(where: Any) -> None:
+    tensors = conv_tensors()
+    with pytest.raises(InputError, match="tensor input cannot say by DLPack on which device it is"):
+        run(**{**tensors, "input": OnlyDLPack(tensors["input"], where)})
+
+
+def test_a_tensor_without_data() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = conv_tensors()
+    with pytest.raises(InputError, match="tensor input"):
+        run(**{**tensors, "input": torch.from_numpy(tensors["input"]).to("meta")})
+
+
+@pytest.mark.parametrize("interface", [5, {}, {"typestr": "<f4"}, {"typestr": "?!", "shape": (1,)}])
+def test_damaged_arrays_on_a_device(interface: Any) -> None:
+    class Damaged:
+        __cuda_array_interface__ = interface
+
+    with pytest.raises(InputError, match="__cuda_array_interface__ that cannot be read"):
+        run(**{**conv_tensors(), "input": Damaged()})
+
+
 # ---- the result array --------------------------------------------------------------------------------------
 def test_output_is_filled_and_returned() -> None:
     tensors = conv_tensors()

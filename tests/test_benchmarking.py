@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -22,14 +23,14 @@ from fakes import CONV, LAYERNORM, MAXMAX, FakeBackend, FakeExecutable, correct
 
 import cli
 import dispatcher
-from dispatcher import benchmarking, machine, peers, sampling
+from dispatcher import benchmarking, comparing, machine, peers, sampling
 from dispatcher.benchmarking import Race, race
-from dispatcher.errors import BusyError, InputError, KernelError, VerificationError
+from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
 from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.peers import Peer, PeerCall
 from dispatcher.registry import backend
-from dispatcher.sampling import Times, bootstrap_ratio
+from dispatcher.sampling import Times, bootstrap_ratio, resampled_medians
 from dispatcher.verifying import call_on
 
 foreign_cores = machine.LoadMeter.foreign_cores  # before the fixture of conftest.py replaces it
@@ -691,7 +692,7 @@ def test_a_busy_machine_is_refused_unless_it_is_forced(
     code, out, err = bench(capsys, CONV)
     assert (code, out) == (3, "")
     assert "cores busy" in err and "--force" in err and err.count("\n") == 1
-    assert fake.probes == fake.calls == 0
+    assert fake.calls == 0
     busy(monkeypatch, whole)
     with pytest.raises(BusyError):
         dispatcher.benchmark(CONV)
@@ -699,6 +700,27 @@ def test_a_busy_machine_is_refused_unless_it_is_forced(
     code, out, err = bench(capsys, CONV, "--force", "--repeat", "1")
     assert code == 0 and out
     assert "trust no figure of it" in err
+
+
+def test_wrong_arguments_are_told_before_a_busy_machine(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy(monkeypatch, *[float(machine.cores())] * 20)
+    for arguments, expected, reason in (
+        (["--device", "nope"], 3, "no backend 'nope'"),
+        (["--device", "fake:5"], 3, "no device 5"),
+        (["--set", "batch_size=0"], 2, "the batch is empty"),
+        (["--case", "nope"], 2, "no case 'nope'"),
+        (["--against", "nope"], 2, "against is 'nope'"),
+    ):
+        code, out, err = bench(capsys, CONV, *arguments)
+        assert (code, out, err.count("\n")) == (expected, "", 1)
+        assert reason in err
+    with pytest.raises(DeviceError, match="no device 5"):
+        dispatcher.benchmark(CONV, device="fake:5")
+    with pytest.raises(InputError, match="the batch is empty"):
+        dispatcher.benchmark(CONV, batch_size=0)
+    assert fake.calls == 0
 
 
 def test_load_that_comes_later_is_told(
@@ -762,8 +784,10 @@ def test_a_chart_that_cannot_be_drawn_ends_it_at_once(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, out, err = bench(capsys, CONV, "--plot", str(tmp_path / "chart.png"))
     assert (code, out) == (2, "")
-    assert "needs matplotlib, which is not installed; pip install 'kernel-dispatcher[bench]'" in err
+    assert "needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'" in err
     assert fake.probes == fake.calls == 0
+    project = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert '\nplot = ["matplotlib' in project  # the extra that the message names
 
 
 def test_wrong_options(fake: FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
@@ -885,7 +909,17 @@ def test_other_machines_and_versions(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", "not JSON", '{"schema": 2, "command": "bench"}', '{"schema": 1, "command": "run"}'],
+    [
+        "",
+        "[]",
+        "{}",
+        "not JSON",
+        "[" * 200_000,
+        '{"a":' * 100_000,
+        "1" * 10_000,
+        '{"schema": 2, "command": "bench"}',
+        '{"schema": 1, "command": "run"}',
+    ],
 )
 def test_files_that_are_no_results(
     report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
@@ -895,23 +929,94 @@ def test_files_that_are_no_results(
     assert "b.json" in err
 
 
-def test_damaged_results(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def zero(copy: dict[str, Any]) -> None:
-        copy["results"][0]["warm"]["wall"]["seconds"][0] = 0.0
+def first_seconds(copy: dict[str, Any], seconds: Any) -> None:
+    copy["results"][0]["warm"]["wall"]["seconds"] = seconds
 
-    def twice(copy: dict[str, Any]) -> None:
-        copy["results"].append(copy["results"][0])
 
-    def lacking(copy: dict[str, Any]) -> None:
-        del copy["results"][0]["warm"]
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "zero": (lambda copy: first_seconds(copy, [0.0, 1.0]), "results[0].warm.wall.seconds[0] is 0.0"),
+    "nan": (lambda copy: first_seconds(copy, [math.nan]), "seconds[0] is NaN"),
+    "too_long": (lambda copy: first_seconds(copy, [1.0, 1e308]), "seconds[1] is 1e+308"),
+    "too_short": (lambda copy: first_seconds(copy, [5e-324]), "seconds[0] is 5e-324"),
+    "texts": (lambda copy: first_seconds(copy, ["abc"]), "seconds[0] is 'abc'; expected a number of seconds"),
+    "bool": (lambda copy: first_seconds(copy, [True]), "seconds[0] is true"),
+    "no_seconds": (lambda copy: first_seconds(copy, []), "seconds is []; expected a list of one or more"),
+    "one_text": (lambda copy: first_seconds(copy, "123456"), "seconds is '123456'; expected a list"),
+    "mapping": (lambda copy: first_seconds(copy, {"1": 2.0}), "expected a list"),
+    "twice": (lambda copy: copy["results"].append(copy["results"][0]), "is in one result twice"),
+    "lacking": (lambda copy: copy["results"][0].pop("warm"), "results[0].warm is missing"),
+    "null": (lambda copy: copy["results"][0].update(cold=None), "results[0].cold is null"),
+    "number": (lambda copy: copy["results"][0].update(problem=5), "results[0].problem is 5; expected a text"),
+    "surrogate": (
+        lambda copy: copy["results"][0].update(problem="\ud800"),
+        "results[0].problem is '\\ud800'",
+    ),
+    "key": (lambda copy: copy["results"][0]["sizes"].update({"\ud800": 1}), "has the field '\\ud800'"),
+    "escape": (lambda copy: copy["versions"].update(numpy="\x1b[31m"), "versions.numpy is '\\x1b[31m'"),
+    "facts": (
+        lambda copy: copy["results"][0]["device"].update(facts=None),
+        "results[0].device.facts is null",
+    ),
+    "machine": (lambda copy: copy.update(machine="x"), "machine is 'x'; expected a mapping"),
+    "load": (lambda copy: copy["races"][0].update(foreign_cores=10**400), "races[0].foreign_cores is 1000"),
+}
 
-    for change, reason in ((zero, "not above 0"), (twice, "twice"), (lacking, "lacks a field")):
-        code, _, err = compared(capsys, tmp_path, report, changed(report, change))
-        assert code == 2 and reason in err and err.count("\n") == 1
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_results(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    change, reason = DAMAGES[name]
+    code, out, err = compared(capsys, tmp_path, report, changed(report, change))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert reason in err and (name == "twice" or "b.json" in err)
+
+
+def test_files_that_cannot_be_read(
+    report: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setattr(comparing, "MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / "large").write_text(" " * (comparing.MAX_FILE_BYTES + 1))
+    for path, reason in (
+        (tmp_path / "fifo", "is not a regular file"),
+        ("/dev/zero", "is not a regular file"),
+        (tmp_path, "is not a regular file"),
+        (tmp_path / "none", "No such file"),
+        (tmp_path / "bytes", "is not a text in UTF-8"),
+        (tmp_path / "large", "more than 1 MiB"),
+    ):
+        code, out, err = bench(capsys, "--compare", str(tmp_path / "a.json"), str(path))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert reason in err and str(path) in err
+
+
+def test_what_means_nothing_beside_compare_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = bench(capsys, CONV, "--compare", "a.json", "b.json")
     assert code == 2 and "PROBLEM" in err
-    code, _, err = bench(capsys, "--compare", "a.json", "b.json", "--against", "torch")
-    assert code == 2 and "--against" in err
+    for options in (
+        ["--against", "torch"], ["--case", "nonsense"], ["--time-limit", "abc"], ["--repeat", "-5"],
+        ["--seed", "0"], ["--warmup", "2"], ["--no-verify"], ["--force"], ["--plot", "x.png"], ["--device", "all"],
+        ["--set", "stride=1"], ["--dtype", "float32"], ["--precision", "fp32"], ["--algorithm", "direct"],
+        ["--option", "box=2x8"], ["--no-self-test"],
+    ):  # fmt: skip
+        code, out, err = bench(capsys, "--compare", "a.json", "b.json", *options)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert options[0] in err and "--compare" in err
+
+
+def test_what_bench_writes_can_be_compared_though_a_problem_was_named_twice(
+    fake: FakeBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = bench(capsys, CONV, CONV, "--device", "fake", "--repeat", "1", "--json")
+    assert code == 0
+    code, out, err = compared(capsys, tmp_path, out, out)
+    assert (code, err) == (0, "") and "too few samples" in out
 
 
 def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
@@ -931,9 +1036,36 @@ def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
     assert low == high == 2.0
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 9])
+def test_medians_of_resamples_are_distributed_as_those_of_whole_resamples(count: int) -> None:
+    generator = np.random.default_rng(count)
+    values = np.arange(1.0, count + 1)
+    whole = np.median(values[generator.integers(0, count, (40_000, count))], axis=1)
+    drawn = np.concatenate([resampled_medians(Times(tuple(values)), generator) for _ in range(10)])
+    for value in np.unique(whole):
+        assert np.mean(drawn <= value) == pytest.approx(np.mean(whole <= value), abs=0.015)
+    assert set(drawn) == set(whole)
+
+
+def test_many_samples_are_compared_at_once() -> None:
+    many = Times(tuple(np.linspace(1.0, 2.0, 300_000)))
+    start = time.perf_counter()
+    low, high = bootstrap_ratio(many, Times((1.0,) * 9), 0.99)
+    assert 1.49 < low < 1.5 < high < 1.51
+    assert time.perf_counter() - start < 5
+
+
 def test_a_race_without_results_is_a_race(install_backends: Install) -> None:
     install_backends(FakeBackend(unsupported="it cannot"))
     outcome = race(CONV, ["fake"], repeats=1)
     assert isinstance(outcome, Race)
     assert outcome.results == () and outcome.rounds == 0
     assert "it cannot" in outcome.failures[0].reason
+
+
+def test_what_came_of_it_has_a_short_repr(fake: FakeBackend, some_peers: list[Any]) -> None:
+    outcome = race(CONV, ["fake", "numpy"], against=["right"], repeats=1)
+    assert repr(outcome) == "<Race of fake:0, numpy, right, 1 rounds>"
+    text = repr(outcome.results[0])
+    assert text.startswith(f"<Benchmark {CONV} on fake:0: median ") and "of 1 warm calls, checked" in text
+    assert repr(outcome.peers[0]).startswith(f"<PeerBenchmark {CONV} on right: median ")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 
 import cli
 import dispatcher
+from dispatcher import diagnosis
 from dispatcher.errors import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +116,39 @@ def test_the_list_of_commands_is_complete(run: Any) -> None:
         assert f"\n  {name} " in ended.out
         assert run(name, "--help").code == 0
     assert run().out == ended.out
+    assert "..." not in ended.out.partition("Commands:")[2]  # every summary is whole
     assert run("--version").out == f"kernel-dispatcher {dispatcher.__version__}\n"
+
+
+def test_help_says_what_holds_where_nothing_is_given(run: Any) -> None:
+    words = " ".join(run("bench", "--help").out.split())
+    assert "DISPATCHER_DEVICE, then auto" in words
+    for command in ("bench", "verify", "tune", "explain"):
+        words = " ".join(run(command, "--help").out.split())
+        assert "Named case that gives the sizes; sample if left out" in words
+
+
+@pytest.mark.parametrize(
+    ("available", "words"), [(24_261_140_480, "22.6 GiB are"), (1 << 29, "only 0.5 GiB are")]
+)
+def test_doctor_tells_memory_in_gib(
+    run: Any, monkeypatch: pytest.MonkeyPatch, install_backends: Install, available: int, words: str
+) -> None:
+    install_backends()
+    monkeypatch.setattr(diagnosis, "available_bytes", lambda: available)
+    assert f" {words} available" in run("doctor").out
+
+
+def test_a_problem_that_is_named_twice_is_taken_once(run: Any, tmp_path: Path) -> None:
+    source = Path(str(dispatcher.load_problem(CONV).path))
+    ended = run("verify", CONV, str(source), CONV, "--device", "numpy", "--inputs", "signed", "--json")
+    assert [result["problem"] for result in ended.json["results"]] == [CONV]
+    other = tmp_path / source.name
+    other.write_text(source.read_text().replace("title: ", "title: Other "))
+    for command in ("verify", "bench", "tune"):
+        ended = run(command, CONV, str(other), "--device", "numpy")
+        assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+        assert str(other) in ended.err and "different problems of one name" in ended.err
 
 
 def test_devices_says_why_not(run: Any, install_backends: Install) -> None:
@@ -299,7 +333,10 @@ def test_wrong_scalars(run: Any, text: str) -> None:
 def test_the_other_commands_check_as_well(run: Any, install_backends: Install, command: str) -> None:
     fake = FakeBackend()
     install_backends(fake)
-    for arguments in (["--set", "stride=0"], ["--case", "nope"], ["--dtype", "int8"], ["--precision", "x"]):
+    wrong = [["--set", "stride=0"], ["--case", "nope"], ["--dtype", "int8"], ["--precision", "x"]]
+    if command != "explain":
+        wrong.append(["--set", "batch_size=0"])  # nothing would be compared or timed
+    for arguments in wrong:
         ended = run(command, CONV, *arguments)
         assert ended.code == 2, arguments
         assert ended.err.count("\n") == 1
@@ -374,8 +411,28 @@ def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(loader, "problem_names", interrupted)
     ended = run("problems")
-    assert (ended.code, ended.out) == (130, "")
-    assert "Traceback" not in ended.err
+    assert (ended.code, ended.out, ended.err) == (130, "", "error: interrupted\n")
+
+
+def test_a_termination_exits_143_and_leaves_no_files(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dispatcher import loader
+
+    def terminated() -> Any:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            except Exception:
+                return []
+
+    monkeypatch.setattr(loader, "problem_names", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    ended = run("problems")
+    assert (ended.code, ended.out, ended.err) == (143, "", "error: terminated\n")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------
@@ -475,14 +532,43 @@ def test_a_machine_without_opencl_still_works() -> None:
         assert ended.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_a_run_without_a_traceback() -> None:
+@pytest.mark.parametrize(
+    ("sent", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_a_run_without_a_traceback(sent: signal.Signals, code: int, word: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "run", MAXMAX, "--device", "numpy", "--repeat", "1000000"],
+        [sys.executable, "-m", "cli", "run", MAXMAX, "--device", "numpy", "--repeat", "1000000", "-v"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
-    time.sleep(3)
-    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert "runs on numpy" in process.stderr.readline()
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert out == ""
-    assert "Traceback" not in err
+    assert (process.returncode, out, err) == (code, "", f"error: {word}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["devices"],
+        ["problems", "--json"],
+        ["--help"],
+        ["verify", CONV, "--device", "numpy"],
+        ["bench", CONV, "--device", "numpy"],
+    ],
+)
+def test_a_closed_stdout_is_one_line_at_once(arguments: list[str]) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "cli", *arguments],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith("error: stdout is closed")
+
+
+def test_with_a_closed_stderr_nothing_else_reaches_stdout() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "cli"]
+    ended = subprocess.run([*command, "show", "nope"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    ended = subprocess.run([*command, "problems"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
+    assert ended.returncode == 0 and CONV.encode() in ended.stdout

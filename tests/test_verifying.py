@@ -15,6 +15,8 @@ import dispatcher
 from dispatcher import verifying
 from dispatcher.errors import InputError, KernelError
 from dispatcher.inputs import INPUT_SETS
+from dispatcher.judging import Judgement
+from dispatcher.userkernel import UserKernel
 
 
 def one_percent_off(operator: Any, tensors: Any) -> np.ndarray:
@@ -101,6 +103,18 @@ def test_wrong_options(
     code, out, err = run(capsys, CONV, *options)
     assert (code, out) == (2, "") and err.count("\n") == 1 and fake.probes == 0
     assert "seeds" in err or "inputs" in err
+
+
+def test_an_empty_batch_is_refused_since_nothing_would_be_compared(
+    install_backends: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeBackend()
+    install_backends(fake)
+    with pytest.raises(InputError, match="the batch is empty, so there is nothing to verify"):
+        dispatcher.verify(CONV, batch_size=0)
+    code, out, err = run(capsys, CONV, "--set", "batch_size=0")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "nothing to verify" in err
+    assert fake.probes == 0
 
 
 def test_the_help_names_every_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +260,17 @@ def test_all_devices_without_any_but_numpy_is_no_check(
     assert "nothing was compared with the reference" in err and "dispatcher doctor" in err
     code, out, err = run(capsys, CONV, "--device", "numpy")
     assert (code, err) == (0, "") and "passed" in out
+
+
+def test_passed_and_a_short_repr(install_backends: Install) -> None:
+    install_backends(FakeBackend("wrong", one_percent_off))
+    results = {result.device.id: result for result in dispatcher.verify(CONV, inputs="signed,integers")}
+    assert results["numpy"].passed and not results["wrong:0"].passed
+    assert repr(results["wrong:0"]) == f"<Verification {CONV} on wrong:0: failed, 2 checks>"
+    operator, device = results["wrong:0"].operator, results["wrong:0"].device
+    kernel = UserKernel("mine.cl", "a long text", ".", "solution", (), "float32", (64,), None, ())
+    judgement = Judgement(operator, kernel, None, 0, device, (), "wrong", log="a long log")
+    assert repr(judgement) == f"<Judgement of solution in mine.cl for {CONV} on wrong:0: wrong>"
 
 
 def test_one_set_needs_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:
