@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dispatcher.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
+from tests.children import heeding, soon
 
 
 def talk(report: Report, *arguments: str) -> None:
@@ -113,14 +113,6 @@ def running(pid: int) -> bool:
         return False
 
 
-def soon(happens: Callable[[], bool]) -> bool:
-    """Whether something happens within ten seconds."""
-    end = time.monotonic() + 10
-    while not happens() and time.monotonic() < end:
-        time.sleep(0.02)
-    return happens()
-
-
 def pids_in(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
 
@@ -160,13 +152,8 @@ def test_nothing_outlives_a_parent_that_is_ended(tmp_path: Path, name: str) -> N
     told.mkdir()
     number = signal.Signals[name]
 
-    def as_usual() -> None:  # whoever runs the tests may ignore some
-        signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(scratch), str(told)],
-        stderr=subprocess.DEVNULL,
-        preexec_fn=as_usual if name != "SIGKILL" else None,
+        heeding(number, ["-c", PARENT, str(scratch), str(told)]), stderr=subprocess.DEVNULL
     )
     assert soon(lambda: len(pids_in(told)) == 2)
     assert len(list(scratch.iterdir())) == 1
