@@ -659,7 +659,7 @@ def verify_command(
         )
         return
     for name, value in its_options.items():
-        if value:
+        if value is not None and value != []:
             raise InputError(f"{name} is given without --kernel; give both")
     results: list[Verification] = []
     options = _options(algorithm, option)

@@ -319,7 +319,7 @@ def _read_kernel(
     file = Path(path)
     text = _read_text(file)
     if not isinstance(entry, str) or not _IDENTIFIER.fullmatch(entry):
-        raise InputError(f"entry is {_brief(entry)}; expected the name of a function in {file.name}")
+        raise InputError(f"entry is {_brief(entry)}; expected the name of a function in {_printable(file)}")
     options = _texts("build_options", build_options)
     for option in options:
         if "\0" in option or not _encodes(option):
@@ -362,14 +362,17 @@ def _read_text(file: Path) -> str:
     name = f"kernel {_printable(file)!r}"
     try:
         # Opening a pipe would wait for somebody to write, and a device may never end.
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise InputError(f"{name} is not a regular file; expected one with the source of a kernel")
-        with file.open("rb") as stream:
-            content = stream.read(LARGEST_FILE + 1)
+        regular = stat.S_ISREG(file.stat().st_mode)
+        content = b""
+        if regular:
+            with file.open("rb") as stream:
+                content = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from error
     except ValueError as error:  # a NUL in the path, or letters that the file system's encoding lacks
         raise InputError(f"{name} cannot be read: no file can have this name: {error}") from error
+    if not regular:
+        raise InputError(f"{name} is not a regular file; expected one with the source of a kernel")
     if len(content) > LARGEST_FILE:
         raise InputError(f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel")
     try:
@@ -392,9 +395,10 @@ def _encodes(text: str) -> bool:
 
 
 def _printable(file: Path) -> str:
-    """A path as text, in which bytes that are none are escaped."""
+    """A path as text, in which bytes that are none, and what moves a terminal's cursor, are escaped."""
     path = str(file)
-    return path if _encodes(path) else os.fsencode(path).decode("ascii", "backslashreplace")
+    text = path if _encodes(path) else os.fsencode(path).decode("ascii", "backslashreplace")
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
