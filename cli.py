@@ -686,7 +686,7 @@ def verify_command(
         )
         return
     for name, value in its_options.items():
-        if value:
+        if value is not None and value != []:
             raise InputError(f"{name} is given without --kernel; give both")
     results: list[Verification] = []
     options = _options(algorithm, option)
@@ -739,15 +739,18 @@ def _judge(
     **arguments: Any,
 ) -> None:
     """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
+    from dispatcher.childprocess import LONGEST_S
     from dispatcher.judging import ENTRY, TIMEOUT_S, verify_kernel
 
     options = {
-        "entry": given["--entry"] or ENTRY,
+        "entry": ENTRY if given["--entry"] is None else given["--entry"],
         "global_size": given["--global-size"],
         "local_size": given["--local-size"],
         "build_options": given["--build-option"] or (),
-        "timeout_s": _seconds_above_zero("--timeout", given["--timeout"] or f"{TIMEOUT_S:g}"),
-        "repeats": _whole("--repeat", given["--repeat"] or "10", 1),
+        "timeout_s": TIMEOUT_S
+        if given["--timeout"] is None
+        else _seconds_above_zero("--timeout", given["--timeout"], LONGEST_S),
+        "repeats": _whole("--repeat", "10" if given["--repeat"] is None else given["--repeat"], 1),
     }
     with _progress(f"judging {kernel}") as advance:
         judgements = verify_kernel(problem, kernel, device=device, progress=advance, **options, **arguments)
@@ -1125,18 +1128,19 @@ def _whole(option: str, text: str, least: int, most: int | None = None) -> int:
     return number
 
 
-def _seconds_above_zero(option: str, text: str) -> float:
+def _seconds_above_zero(option: str, text: str, most: float = sys.float_info.max) -> float:
     """The seconds that an option gives.
 
     Raises:
-        InputError: it is not a number above 0.
+        InputError: it is not a number above 0, or above ``most``.
     """
     try:
-        seconds = float(text)
+        seconds = float(text) if text.isascii() and "_" not in text else 0.0
     except ValueError:
         seconds = 0.0
-    if not 0.0 < seconds < math.inf:
-        raise InputError(f"{option} is {text!r}; expected a number of seconds above 0")
+    if not 0.0 < seconds <= most:
+        bound = "" if most == sys.float_info.max else f" and up to {most:.0f}"
+        raise InputError(f"{option} is {text!r}; expected a number of seconds above 0{bound}")
     return seconds
 
 

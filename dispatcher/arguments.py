@@ -161,9 +161,9 @@ def size_value(name: str, value: Any) -> int:
             raise TypeError
         size = python_operator.index(value)
     except TypeError:
-        raise InputError(f"{name} is {_brief(value)}; expected a whole number") from None
+        raise InputError(f"{name} is {brief(value)}; expected a whole number") from None
     if not 0 <= size <= MAX_VALUE:
-        raise InputError(f"{name} is {_brief(size)}; expected a whole number from 0 to 2**63 - 1")
+        raise InputError(f"{name} is {brief(size)}; expected a whole number from 0 to 2**63 - 1")
     return size
 
 
@@ -180,7 +180,7 @@ def triple_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int
         return size, size, size
     if len(value) != 3:
         raise InputError(
-            f"{name} has {len(value)} values, {_brief(value)}; expected one value, or three for "
+            f"{name} has {len(value)} values, {brief(value)}; expected one value, or three for "
             f"{', '.join(long_names)}"
         )
     d, h, w = (size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
@@ -196,11 +196,11 @@ def scalar_value(name: str, value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        raise InputError(f"{name} is {_brief(value)}; expected a number")
+        raise InputError(f"{name} is {brief(value)}; expected a number")
     try:
         number = float(value)
     except OverflowError:
-        raise InputError(f"{name} is {_brief(value)}; expected a number that fits a double") from None
+        raise InputError(f"{name} is {brief(value)}; expected a number that fits a double") from None
     if math.isnan(number):
         raise InputError(f"{name} is nan; expected a number")
     return number
@@ -229,7 +229,7 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
     if isinstance(value, np.ma.MaskedArray):
         raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
     if isinstance(value, str | bytes | Mapping | set | frozenset):
-        raise InputError(f"tensor {name} is {_brief(value)}; expected an array")
+        raise InputError(f"tensor {name} is {brief(value)}; expected an array")
     only_dlpack = hasattr(value, "__dlpack__") and not any(
         hasattr(value, other) for other in _ARRAY_PROTOCOLS
     )
@@ -363,7 +363,7 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     if case is not None:
         if not isinstance(case, str) or case not in problem.cases:
             raise InputError(
-                f"{problem.name} has no case {_brief(case)}; expected one of "
+                f"{problem.name} has no case {brief(case)}; expected one of "
                 f"{', '.join(problem.cases) or '(it has none)'}"
             )
         values.update(problem.cases[case])
@@ -381,7 +381,7 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
         DtypeError: two tensors differ, or one differs from what was asked for.
     """
     if requested is not None and (not isinstance(requested, str) or requested not in DTYPES):
-        raise DtypeError(f"dtype is {_brief(requested)}; expected one of {', '.join(DTYPES)}")
+        raise DtypeError(f"dtype is {brief(requested)}; expected one of {', '.join(DTYPES)}")
     chosen, because = requested, f"dtype {requested} was asked for"
     for name, tensor in tensors.items():
         if tensor.dtype is None:
@@ -551,7 +551,7 @@ def check_options(options: Any) -> None:
         return
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise InputError(
-            f"options is {_brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
+            f"options is {brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
         )
 
 
@@ -602,7 +602,7 @@ def _check_device_output(
 ) -> None:
     span = _device_span(output)
     if span is None:
-        raise InputError(f"{name} is {_brief(output)}; {wanted}")
+        raise InputError(f"{name} is {brief(output)}; {wanted}")
     interface = output.__cuda_array_interface__
     if tuple(interface["shape"]) != shape:
         raise InputError(f"{name} has shape {tuple(interface['shape'])}; {wanted}")
@@ -696,11 +696,11 @@ def _number(option: str, name: str, text: str, kind: Callable[[str], Any]) -> An
         return kind(text.strip())
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise InputError(f"{option} {name} is {_brief(text)}; expected {wanted}") from None
+        raise InputError(f"{option} {name} is {brief(text)}; expected {wanted}") from None
 
 
 # ---- texts -------------------------------------------------------------------------------------------------
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value in a message: short, on one line."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"

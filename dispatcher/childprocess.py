@@ -1,7 +1,8 @@
 """Running a function in a process of its own, within a time limit.
 
 What such a function runs may abort the process, hang it, or print whatever it likes. So it reports by a pipe that
-nothing else writes to, and of what it prints the end is kept.
+nothing else writes to, and of what it prints the end is kept. It does not outlive its parent, whatever ends that:
+signals that can be handled unwind the parent first, and of the others the child's end of a pipe tells.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,13 +34,18 @@ KEPT_BYTES = 1 << 16
 #: Signals that come from outside: they say nothing about what the child ran.
 FOREIGN_SIGNALS = frozenset(("SIGINT", "SIGKILL", "SIGTERM"))
 
-#: A child whose parent was killed ends itself this long after its limit.
+#: The longest time limit that the system's clocks and alarms are sure to take: a week.
+LONGEST_S = 7 * 24 * 3600.0
+
+#: Signals that ask a process to end, besides SIGINT, which Python turns into an exception itself.
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+#: A child that could not see its parent go ends itself this long after its limit.
 _GRACE_S = 10
 #: How long to wait for the end of a pipe that something the child started holds open.
 _PATIENCE_S = 1.0
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher import childprocess; "
-    "childprocess._child(float(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))"
+    "childprocess._child(float(sys.argv[2]), sys.argv[3], *json.loads(sys.argv[4]))"
 )
 
 
@@ -63,52 +72,99 @@ class Ended:
         return f": {lines[-1][:200]}" if lines else ""
 
 
+class _TerminatedError(BaseException):
+    """A signal asks this process to end."""
+
+
+@contextlib.contextmanager
+def unwound_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind the body, as SIGINT does, before they end this process.
+
+    Signals that are ignored, or that somebody handles, stay as they are; so do all outside of the main thread.
+    """
+    caught: list[int] = []
+    inside = True
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if inside and len(caught) == 1:  # a second one must not keep the first from clearing up
+            raise _TerminatedError
+
+    main = threading.current_thread() is threading.main_thread()
+    unhandled = [number for number in _ENDING if main and signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in unhandled:
+            signal.signal(number, unwind)
+        yield
+    finally:
+        inside = False
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+        if caught:
+            os.kill(os.getpid(), caught[0])
+
+
 def run_child(
-    function: str, arguments: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+    function: str,
+    arguments: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Ended:
     """Run ``function(report, *arguments)`` in a process of its own.
 
-    The process leads a group of its own, which is ended with it when the time is over or this process is interrupted.
+    The process leads a group of its own, which is ended with it: when it is done, when the time is over, and when
+    this process is interrupted, asked to end, or killed.
 
     Args:
         function: ``module:name``.
         arguments: texts.
-        limit_s: seconds that the process may take.
+        limit_s: seconds that the process may take; of more than :data:`LONGEST_S`, these.
         environment: variables besides those of this process.
+        folder: removed where this process is killed, so that it cannot do that itself.
 
     Raises:
         OSError: no process could be started.
     """
     import subprocess
 
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            _START,
-            json.dumps(sys.path),
-            str(limit_s),
-            function,
-            json.dumps(list(arguments)),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **(environment or {})},
-        start_new_session=True,  # so that whatever it starts can be ended with it
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    reported, printed = _Reader(process.stdout), _Reader(process.stderr, KEPT_BYTES)
-    code: int | None = None
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(limit_s)
-    finally:
-        _end(process)
+    limit_s = min(limit_s, LONGEST_S)
+    with unwound_by_signals():
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _START,
+                json.dumps([_absolute(path) for path in sys.path]),
+                str(limit_s),
+                function,
+                json.dumps([list(arguments), None if folder is None else str(folder)]),
+            ],
+            stdin=subprocess.PIPE,  # nothing is written: its end tells of ours
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,  # so that whatever it starts can be ended with it
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reported, printed = _Reader(process.stdout), _Reader(process.stderr, KEPT_BYTES)
+        code: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
+        finally:
+            _end(process)
+            process.stdin.close()
     lines = reported.text().splitlines()
     reports = tuple(json.loads(line) for line in lines)
     return Ended(code, _signal_name(code), reports, printed.text())
+
+
+def _absolute(path: str) -> str:
+    """An entry of ``sys.path`` for a process that may leave the current folder."""
+    return os.path.abspath(path) if os.path.exists(path or os.curdir) else path
 
 
 class _Reader:
@@ -134,12 +190,12 @@ class _Reader:
 
 
 def _end(process: Popen[bytes]) -> None:
-    """End a child and whatever it has started."""
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
+    """End a child that may have ended already, and whatever it has started."""
+    if hasattr(os, "killpg"):  # POSIX only, as is the fork below
+        with contextlib.suppress(OSError):  # there is nobody left
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.wait()
+    process.kill()
+    process.wait()
 
 
 def _signal_name(code: int | None) -> str:
@@ -148,10 +204,14 @@ def _signal_name(code: int | None) -> str:
     return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
 
-def _child(limit_s: float, function: str, arguments: Sequence[str]) -> None:
+def _child(limit_s: float, function: str, arguments: Sequence[str], folder: str | None) -> None:
     """What the child process does."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(limit_s) + _GRACE_S)
+    lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    threading.Thread(target=_outlived, args=(lifeline, folder), daemon=True).start()
     # Whatever else is printed, by C code too, goes to stderr.
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -161,3 +221,21 @@ def _child(limit_s: float, function: str, arguments: Sequence[str]) -> None:
 
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(report, *arguments)
+
+
+def _outlived(lifeline: int, folder: str | None) -> None:
+    """Wait for the end of a pipe that the parent holds, then end this process and all that it has started.
+
+    Another process does that, out of their group: a folder can only be removed when nobody writes to it any more.
+    """
+    while os.read(lifeline, 1):
+        pass
+    group = os.getpid()
+    if not hasattr(os, "fork"):
+        os._exit(1)
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+        os.killpg(group, signal.SIGKILL)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import numbers
+import os
 import re
+import stat
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry, selftest
-from dispatcher.arguments import bind_numbers
-from dispatcher.childprocess import Ended, Report, run_child
+from dispatcher.arguments import brief, bind_numbers
+from dispatcher.childprocess import LONGEST_S, Ended, Report, run_child, unwound_by_signals
 from dispatcher.compiled import ProblemLike
 from dispatcher.errors import BuildError, DeviceError, DispatcherError, InputError, KernelError
 from dispatcher.explanation import device_dict, operator_dict, skipped_list
@@ -34,7 +38,7 @@ from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
 from dispatcher.problem import Problem
 from dispatcher.selection import backend_devices, candidates, first_usable, parse_request
-from dispatcher.userkernel import MARGIN, KernelHost, Kind, LoadedKernel, UserKernel
+from dispatcher.userkernel import MARGIN, OTHER_MARGIN, KernelHost, Kind, LoadedKernel, UserKernel
 from dispatcher.verification import Comparison, poisoned, verify_results
 from dispatcher.verifying import changed_inputs, check_inputs, checksums, comparison_dict, sets_for
 
@@ -44,6 +48,10 @@ ENTRY = "solution"
 TIMING_SHARE = 0.5
 #: Lines of a compiler's log that a report shows.
 LOG_LINES = 30
+#: Bytes of the largest kernel file: far more than anybody writes.
+LARGEST_FILE = 1 << 24
+#: Bytes of results of repeated launches that are kept for the comparison, where they differ from the first.
+KEPT_RESULTS = 1 << 30
 #: Names that size expressions may use for the extents of the result besides the problem's own sizes.
 OUTPUT_SIZES = ("output_batch", "output_channels", "output_depth", "output_height", "output_width")
 OUTPUT_ELEMENTS = "output_elements"
@@ -54,7 +62,7 @@ Sizes = str | int | Sequence[str | int]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _OUTPUT = "result-{}.npy"
-_TIMED = "timed"
+_REPEATED = "repeated-{}"
 
 
 # ---- what comes of it --------------------------------------------------------------------------------------
@@ -64,14 +72,15 @@ class Check:
 
     Attributes:
         inputs: the kind of random numbers, one of :data:`dispatcher.inputs.INPUT_SETS`.
-        launch: ``first``, or ``last`` where the last timed launch had another result than the first.
+        launch: ``first``, or ``repeated`` where a launch for the times did something else than the first; of several,
+            the worst.
         passed: whether the result is right and nothing else was touched.
         reason: what is wrong, in one line; empty when passed.
         comparison: the figures of the comparison with the reference; None where there is no result.
     """
 
     inputs: str
-    launch: Literal["first", "last"]
+    launch: Literal["first", "repeated"]
     passed: bool
     reason: str
     comparison: Comparison | None
@@ -211,8 +220,8 @@ def verify_kernel(
             problem's sizes, :data:`OUTPUT_SIZES` and ``output_elements``, or a text with commas between them.
             Rounded up to a multiple of ``local_size``.
         local_size: work items of a group (threads of a block), likewise.
-        build_options: for the compiler, as they are.
-        timeout_s: seconds that building and running may take together.
+        build_options: for the compiler, as they are, except that relative folders in ``-I`` count from here.
+        timeout_s: seconds that building and running may take together, at most :data:`LONGEST_S`.
         inputs: sets of inputs, as for :func:`dispatcher.verify`: the kernel runs on each, and is timed on the first.
         seed: seed of the input tensors, from 0 to 2**64 - 1.
         repeats: timed launches, 1 or more; fewer where they would take too much of the time limit.
@@ -228,16 +237,17 @@ def verify_kernel(
         DeviceError: no device of the request can run such files.
         KernelError: something failed that is not the kernel's fault.
     """
-    check_seed(seed)
-    _check_numbers(timeout_s, repeats, warmup)
-    wanted = check_inputs(inputs)
+    seed = check_seed(seed)
+    timeout_s = _check_timeout(timeout_s)
+    repeats, warmup = _check_count("repeats", repeats, 1), _check_count("warmup", warmup, 0)
+    wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else _texts("inputs", inputs))
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
     source, backend = _read_kernel(operator, kernel, entry, global_size, local_size, build_options)
     judgements: list[Judgement] = []
     places = _places(backend, device, source.file)
     for place, skipped in places:
-        with tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
+        with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
             trial = _Trial(operator, source, place, Path(folder), sets_for(operator, wanted), seed)
             trial.prepare(timeout_s, repeats, warmup)
             try:
@@ -250,17 +260,42 @@ def verify_kernel(
     return judgements
 
 
-def _check_numbers(timeout_s: float, repeats: int, warmup: int) -> None:
-    """See to it that numbers are what they should be.
+def _check_timeout(timeout_s: Any) -> float:
+    """The seconds as a float.
 
     Raises:
-        InputError: one is not.
+        InputError: it is not a number, or out of range.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise InputError(f"timeout_s is {timeout_s!r}; expected a number of seconds above 0")
-    for name, count, least in (("repeats", repeats, 1), ("warmup", warmup, 0)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise InputError(f"{name} is {count!r}; expected a whole number of {least} or more")
+    real = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not real or not 0 < timeout_s <= LONGEST_S:
+        raise InputError(
+            f"timeout_s is {brief(timeout_s)}; expected a number of seconds above 0 and up to {LONGEST_S:.0f}"
+        )
+    return float(timeout_s)
+
+
+def _check_count(name: str, count: Any, least: int) -> int:
+    """The count as an int.
+
+    Raises:
+        InputError: it is not a whole number, or below ``least``.
+    """
+    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+    if not whole or count < least:
+        raise InputError(f"{name} is {brief(count)}; expected a whole number of {least} or more")
+    return int(count)
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    """Several texts as a tuple.
+
+    Raises:
+        InputError: it is something else, such as one text.
+    """
+    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else None
+    if found is None or not all(isinstance(value, str) for value in found):
+        raise InputError(f"{name} is {brief(values)}; expected a list of texts")
+    return found
 
 
 def _read_kernel(
@@ -276,17 +311,17 @@ def _read_kernel(
     Raises:
         InputError: an argument is wrong, or the file cannot be read.
     """
-    file = Path(path)
     files = _files(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        detail = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
-        raise InputError(f"kernel {str(path)!r} cannot be read: {detail}") from error
+    file = Path(path)
+    text = _read_text(file)
     if not isinstance(entry, str) or not _IDENTIFIER.fullmatch(entry):
-        raise InputError(f"entry is {entry!r}; expected the name of a function in {file.name}")
-    if isinstance(build_options, str) or not all(isinstance(option, str) for option in build_options):
-        raise InputError(f"build_options is {build_options!r}; expected a list of texts")
+        raise InputError(f"entry is {brief(entry)}; expected the name of a function in {_printable(file)}")
+    options = _texts("build_options", build_options)
+    for option in options:
+        if "\0" in option or not _encodes(option):
+            raise InputError(
+                f"build option {option!r} has a NUL, or bytes that are no text here; expected text in UTF-8"
+            )
     names = size_names(operator)
     local = None if local_size is None else _evaluate("local_size", local_size, names)
     whole = None if global_size is None else _evaluate("global_size", global_size, names)
@@ -308,10 +343,58 @@ def _read_kernel(
             )
         whole = tuple(-(-size // step) * step for size, step in zip(whole, local, strict=True))
     kernel = UserKernel(
-        str(path), text, str(file.resolve().parent), entry, _parameters(operator.problem), operator.dtype, whole,
-        local, tuple(build_options),
+        _printable(file), text, str(file.resolve().parent), entry, _parameters(operator.problem), operator.dtype, whole,
+        local, options,
     )  # fmt: skip
     return kernel, files.backend
+
+
+def _read_text(file: Path) -> str:
+    """What is in a kernel file, without a byte order mark.
+
+    Raises:
+        InputError: it cannot be read, or is no text that compilers take.
+    """
+    name = f"kernel {_printable(file)!r}"
+    try:
+        # Opening a pipe would wait for somebody to write, and a device may never end.
+        regular = stat.S_ISREG(file.stat().st_mode)
+        content = b""
+        if regular:
+            with file.open("rb") as stream:
+                content = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the path, or letters that the file system's encoding lacks
+        raise InputError(f"{name} cannot be read: no file can have this name: {error}") from error
+    if not regular:
+        raise InputError(f"{name} is not a regular file; expected one with the source of a kernel")
+    if len(content) > LARGEST_FILE:
+        raise InputError(f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} cannot be read: it is not a text in UTF-8") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise InputError(f"{name} has a NUL in line {line}, where compilers would stop reading; take it out")
+    return text
+
+
+def _encodes(text: str) -> bool:
+    """Whether a text is one: what the system gave us as bytes may be none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(file: Path) -> str:
+    """A path as text, in which bytes that are none, and what moves a terminal's cursor, are escaped."""
+    path = str(file)
+    text = path if _encodes(path) else os.fsencode(path).decode("ascii", "backslashreplace")
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
@@ -339,15 +422,19 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
     Raises:
         InputError: they are not that, or one is below 1.
     """
-    parts = sizes.split(",") if isinstance(sizes, str) else sizes if isinstance(sizes, Sequence) else [sizes]
+    parts: Sequence[Any]
+    if isinstance(sizes, str):
+        parts = sizes.split(",")
+    else:
+        parts = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, bytes) else [sizes]
     if not 1 <= len(parts) <= 3:
-        raise InputError(f"{argument} is {sizes!r}; expected one to three sizes")
+        raise InputError(f"{argument} is {brief(sizes)}; expected one to three sizes")
     values = []
     for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | str):
-            raise InputError(f"{argument} is {sizes!r}; expected numbers or expressions")
+        if isinstance(part, bool) or not isinstance(part, numbers.Integral | str):
+            raise InputError(f"{argument} is {brief(sizes)}; expected numbers or expressions")
         try:
-            expression = Expression.parse(part)
+            expression = Expression.parse(part if isinstance(part, str) else int(part))
             unknown = sorted(expression.names - set(names))
             if unknown:
                 raise InputError(f"there is no size {unknown[0]!r}; there are {', '.join(names)}")
@@ -361,7 +448,15 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
 
 
 def _files(kernel: str | Path) -> registry.KernelFiles:
-    """How files such as this one are run."""
+    """How files such as this one are run.
+
+    Raises:
+        InputError: it is not the path of a kernel file.
+    """
+    if not isinstance(kernel, str | Path):
+        raise InputError(
+            f"kernel is {brief(kernel)}; expected the path of a {' or '.join(registry.KERNEL_FILES)} file"
+        )
     files = registry.KERNEL_FILES.get(Path(kernel).suffix.lower())
     if files is None:
         suffixes = " or ".join(registry.KERNEL_FILES)
@@ -446,7 +541,9 @@ class _Trial:
         # What compilers and drivers leave in the folder for temporary files goes away with it.
         environment = {selftest.VARIABLE: "off", "TMPDIR": str(self.folder)}
         try:
-            return run_child("dispatcher.judging:child", [str(self.folder)], timeout_s, environment)
+            return run_child(
+                "dispatcher.judging:child", [str(self.folder)], timeout_s, environment, self.folder
+            )
         except OSError as error:
             raise KernelError(f"no process to run {self.kernel.file} in: {error}") from error
 
@@ -465,7 +562,7 @@ class _Trial:
         failure = reports.get("failure")
         if failure is not None:
             return self.failed(failure, stage)
-        if ended.code != 0:
+        if ended.code != 0 or "after" not in reports:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
             if stage in ("", "opening the device"):
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
@@ -497,26 +594,25 @@ class _Trial:
         """The verdict on the results that the process has left."""
         checks = []
         for number, (kind, tensors) in enumerate(zip(self.kinds, self.tensors, strict=True)):
-            ways = [str(number), _TIMED] if number == 0 and _TIMED in reports["after"] else [str(number)]
+            repeated = reports["repeated"] if number == 0 else None
+            ways = [str(number)] if repeated is None else [str(number), *repeated["results"]]
             results = [np.load(self.folder / _OUTPUT.format(way), mmap_mode="r") for way in ways]
             told = None if progress is None else _part(progress, number, len(self.kinds))
-            comparisons = verify_results(self.operator, tensors, results, told)
-            for way, comparison in zip(ways, comparisons, strict=True):
-                after = reports["after"][way]
-                reasons = [
-                    changed_inputs(checksums(tensors), after["checksums"]), *after["beside"], comparison.reason,
-                ]  # fmt: skip
-                reason = "; ".join(filter(None, reasons))
-                if reason and way == _TIMED:
-                    reason = f"a repeated launch gave another result than the first: {reason}"
-                checks.append(
-                    Check(kind, "last" if way == _TIMED else "first", not reason, reason, comparison)
-                )
+            comparison, *others = verify_results(self.operator, tensors, results, told)
+            before = checksums(tensors)
+            wrong = _faults(before, reports["after"][number], comparison)
+            checks.append(Check(kind, "first", not wrong, wrong, comparison))
+            if repeated is not None:
+                worst = max(others, key=lambda each: (not each.passed, each.severity), default=comparison)
+                wrong = _faults(before, repeated, worst)
+                if wrong:
+                    wrong = f"a repeated launch did something else than the first: {wrong}"
+                checks.append(Check(kind, "repeated", not wrong, wrong, worst))
         build_s = reports["build_s"]
-        wrong = next((check for check in checks if not check.passed), None)
-        if wrong is not None:
-            reason = f"on inputs {wrong.inputs!r}: {wrong.reason}"
-            return {"outcome": "wrong", "reason": reason, "checks": tuple(checks), "build_s": build_s}
+        failed = next((check for check in checks if not check.passed), None)
+        if failed is not None:
+            because = f"on inputs {failed.inputs!r}: {failed.reason}"
+            return {"outcome": "wrong", "reason": because, "checks": tuple(checks), "build_s": build_s}
         return {
             "outcome": "passed",
             "checks": tuple(checks),
@@ -526,8 +622,21 @@ class _Trial:
         }
 
 
+def _faults(before: Mapping[str, int], seen: Mapping[str, Any], found: Comparison) -> str:
+    """What is wrong after a run, as one reason: empty when nothing is.
+
+    Args:
+        before: checksums of the inputs.
+        seen: see :meth:`_Runs.look`.
+        found: what the comparison of its result found.
+    """
+    return "; ".join(filter(None, (changed_inputs(before, seen["checksums"]), *seen["beside"], found.reason)))
+
+
 def _ending(ended: Ended) -> str:
     """How a process ended that was not ended by us, in words."""
+    if ended.code == 0:
+        return f"the process ended before it was done{ended.last_line}"
     if not ended.signal:
         return f"the process ended with exit code {ended.code}{ended.last_line}"
     hint = ", which systems send when memory runs out" if ended.signal == "SIGKILL" else ""
@@ -578,8 +687,6 @@ def _failure(kind: str, error: BaseException, log: str = "") -> dict[str, Any]:
 
 def _try_out(report: Report, folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    kernel = UserKernel.from_dict(request["kernel"])
-    output = next(name for name, kind in kernel.parameters if kind == "output")
     report({"stage": "opening the device"})
     backend = importlib.import_module(request["module"]).BACKEND
     device = selftest.find_again(backend, request["index"], request["name"])
@@ -587,91 +694,124 @@ def _try_out(report: Report, folder: Path) -> None:
         raise DeviceError(f"backend {device.backend} runs no kernels of its users")
     report({"stage": "building"})
     start = time.perf_counter()
+    kernel = _step_aside(UserKernel.from_dict(request["kernel"]), folder)
     loaded = backend.load_kernel(kernel, device, folder)
     report({"build_s": time.perf_counter() - start})
 
-    numbers, after = request["numbers"], {}
+    runs = _Runs(loaded, kernel, folder, request)
+    after = []
     for number, kind in enumerate(request["kinds"]):
         report({"stage": f"running on inputs {kind!r}"})
-        names = _place_all(loaded, kernel, folder, number, output, request["output_shape"])
-        loaded.launch(numbers)
-        result = np.empty(request["output_shape"], kernel.dtype)
-        after[str(number)] = _look(loaded, kernel, names, output, result)
-        np.save(folder / _OUTPUT.format(number), result)
+        runs.place(number, MARGIN)
+        loaded.launch(runs.numbers)
+        after.append(runs.look(MARGIN))
+        np.save(folder / _OUTPUT.format(number), runs.result)
         if number == 0:
-            first = result
-    if len(request["kinds"]) > 1:
-        _place_all(loaded, kernel, folder, 0, output, request["output_shape"])
-
+            first = {**after[0], "crc": zlib.crc32(runs.result.data)}
     report({"stage": f"timing on inputs {request['kinds'][0]!r}"})
-    times, kernel_times = _time(loaded, request)
-    result = np.empty_like(first)
-    seen = _look(loaded, kernel, names, output, result)
-    if seen != after["0"] or result.tobytes() != first.tobytes():
-        after[_TIMED] = seen
-        np.save(folder / _OUTPUT.format(_TIMED), result)
-    report({"after": after, "times_s": times, "kernel_s": kernel_times, "stage": "ending"})
+    runs.place(0, OTHER_MARGIN)
+    report({**runs.repeat(first), "after": after, "stage": "ending"})
 
 
-def _place_all(
-    loaded: LoadedKernel, kernel: UserKernel, folder: Path, number: int, output: str, shape: Sequence[int]
-) -> dict[str, np.ndarray]:
-    """Put a set of inputs and a poisoned output on the device; returns the inputs."""
-    tensors = {
-        name: np.load(folder / f"{name}-{number}.npy", mmap_mode="r")
-        for name, kind in kernel.parameters
-        if kind == "input"
-    }
-    for name, array in tensors.items():
-        loaded.place(name, array)
-    loaded.place(output, poisoned(tuple(shape), kernel.dtype))
-    return tensors
+def _step_aside(kernel: UserKernel, folder: Path) -> UserKernel:
+    """Go to an empty folder, since some compilers look for included files in the current one first; returns the kernel
+    with build options that mean there what they meant here."""
+    here, empty = os.getcwd(), folder / "empty"
+    empty.mkdir()
+    os.chdir(empty)
+    return kernel.seen_from(here, folder)
 
 
-def _look(
-    loaded: LoadedKernel,
-    kernel: UserKernel,
-    tensors: Mapping[str, np.ndarray],
-    output: str,
-    result: np.ndarray,
-) -> dict[str, Any]:
-    """Fetch the result, and what a run has done to the inputs and to the memory beside each tensor."""
-    beside: list[str] = []
-    sums: dict[str, int] = {}
-    for name, like in {**tensors, output: result}.items():
-        array = result if name == output else np.empty(like.shape, like.dtype)
-        margins = loaded.fetch(name, array)
-        if name != output:
+class _Runs:
+    """Runs of a kernel on sets of inputs that lie in a folder."""
+
+    def __init__(
+        self, loaded: LoadedKernel, kernel: UserKernel, folder: Path, request: Mapping[str, Any]
+    ) -> None:
+        self.loaded, self.kernel, self.folder, self.request = loaded, kernel, folder, request
+        self.numbers: Mapping[str, int | float] = request["numbers"]
+        self.output = next(name for name, kind in kernel.parameters if kind == "output")
+        self.result = np.empty(request["output_shape"], kernel.dtype)
+        self.inputs: dict[str, np.ndarray] = {}
+
+    def place(self, number: int, margin: int) -> None:
+        """Put a set of inputs and a poisoned output on the device."""
+        self.inputs = {
+            name: np.load(self.folder / f"{name}-{number}.npy", mmap_mode="r")
+            for name, kind in self.kernel.parameters
+            if kind == "input"
+        }
+        for name, array in self.inputs.items():
+            self.loaded.place(name, array, margin)
+        self.loaded.place(self.output, poisoned(self.result.shape, self.kernel.dtype), margin)
+
+    def look(self, margin: int) -> dict[str, Any]:
+        """Fetch the result, and what a run has done to the inputs and to the memory beside each tensor."""
+        beside = self.fetch(self.output, self.result, margin)
+        sums: dict[str, int] = {}
+        for name, like in self.inputs.items():
+            array = np.empty(like.shape, like.dtype)
+            beside += self.fetch(name, array, margin)
             sums.update(checksums({name: array}))
-        beside += filter(
-            None, (_stray(name, margin, where) for margin, where in zip(margins, (-1, 1), strict=True))
-        )
-    return {"checksums": sums, "beside": beside}
+        return {"checksums": sums, "beside": beside}
+
+    def fetch(self, name: str, array: np.ndarray, margin: int) -> list[str]:
+        """Fetch a tensor; returns what was written beside it."""
+        margins = self.loaded.fetch(name, array)
+        strays = (_stray(name, found, margin, side) for found, side in zip(margins, (-1, 1), strict=True))
+        return [stray for stray in strays if stray]
+
+    def repeat(self, first: Mapping[str, Any]) -> dict[str, Any]:
+        """Launch again and again, each time into a poisoned output, take the times, and look at what each launch did.
+
+        Args:
+            first: what :meth:`look` said of the first launch on these inputs, and the ``crc`` of its result.
+
+        Returns:
+            ``times_s`` and ``kernel_s``, seconds of each timed launch on the host's clock and on the device's; and
+            ``repeated``: None where all launches did what the first did, else what they did, with the names of
+            ``results`` that differ from the first's.
+        """
+        times: list[float] = []
+        kernel_times: list[float] = []
+        beside: list[str] = []
+        results: dict[int, str] = {}
+        warmup, most = self.request["warmup"], max(1, KEPT_RESULTS // max(1, self.result.nbytes))
+        end = time.perf_counter() + self.request["timing_s"]
+        for number in range(warmup + self.request["repeats"]):
+            begin = time.perf_counter()
+            self.loaded.poison(self.output)
+            start = time.perf_counter()
+            on_device = self.loaded.launch(self.numbers)
+            taken = time.perf_counter() - start
+            found = self.fetch(self.output, self.result, OTHER_MARGIN)
+            beside = beside or found
+            crc = zlib.crc32(self.result.data)
+            if crc != first["crc"] and crc not in results and len(results) < most:
+                results[crc] = _REPEATED.format(len(results))
+                np.save(self.folder / _OUTPUT.format(results[crc]), self.result)
+            now = time.perf_counter()
+            late = now + (now - begin) > end
+            if number >= warmup or late:
+                times.append(max(taken, 1e-9))
+                kernel_times += [] if on_device is None else [max(on_device, 1e-9)]
+            if late:
+                break
+        seen = self.look(OTHER_MARGIN)
+        seen["beside"] = seen["beside"] or beside
+        same = not results and all(seen[key] == first[key] for key in seen)
+        return {
+            "times_s": times,
+            "kernel_s": kernel_times,
+            "repeated": None if same else {**seen, "results": list(results.values())},
+        }
 
 
-def _stray(name: str, margin: bytes, side: int) -> str:
+def _stray(name: str, found: bytes, margin: int, side: int) -> str:
     """What was written beside a tensor: before it (-1) or behind it (1); empty when nothing was."""
-    touched = np.flatnonzero(np.frombuffer(margin, np.uint8) != MARGIN)
+    touched = np.flatnonzero(np.frombuffer(found, np.uint8) != margin)
     if not touched.size:
         return ""
-    nearest = int(touched[0]) if side > 0 else len(margin) - 1 - int(touched[-1])
+    nearest = int(touched[0]) if side > 0 else len(found) - 1 - int(touched[-1])
     where = "behind the end" if side > 0 else "in front"
     return f"it wrote beside {name}: {touched.size} bytes, the nearest {nearest} bytes {where} of it"
-
-
-def _time(loaded: LoadedKernel, request: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Seconds of each timed launch, on the host's clock and on the device's."""
-    times: list[float] = []
-    kernel_times: list[float] = []
-    end = time.perf_counter() + request["timing_s"]
-    for number in range(request["warmup"] + request["repeats"]):
-        start = time.perf_counter()
-        on_device = loaded.launch(request["numbers"])
-        taken = time.perf_counter() - start
-        late = time.perf_counter() + taken > end
-        if number >= request["warmup"] or late:
-            times.append(max(taken, 1e-9))
-            kernel_times += [] if on_device is None else [max(on_device, 1e-9)]
-        if late:
-            break
-    return times, kernel_times

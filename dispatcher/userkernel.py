@@ -7,9 +7,11 @@ A backend that can do that has one more method than :class:`dispatcher.interface
 from __future__ import annotations
 
 import json
+import os
 import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -20,11 +22,16 @@ from dispatcher.interface import Device
 #: What a parameter is: a tensor to read, the tensor to write, a ``size_t`` or a ``double``.
 Kind = Literal["input", "output", "size", "double"]
 
-#: Bytes before and behind each tensor on the device, and the value of each of them. A float of any width that is
-#: made of such bytes is NaN, so that what a kernel reads there shows in its result.
+#: Bytes before and behind each tensor on the device.
 MARGIN_BYTES = 4096
+#: The value of each of them at first. A float of any width that is made of such bytes is NaN, so that what a kernel
+#: reads there shows in its result.
 MARGIN = 0xFF
+#: Their value in repeated launches, so that it shows when a kernel writes the other one there.
+OTHER_MARGIN = 0x7F
 
+#: A folder for included files in a compiler's options, which may stand in the next of them (a NUL ends each).
+_INCLUDE = re.compile(r"(?<![^\s\0])(-I[\s\0]*)([^\s\0\"']+)")
 _PLAIN_PATH = re.compile(r"[\w./+-]+", re.ASCII)
 
 
@@ -33,7 +40,7 @@ class UserKernel:
     """A kernel file and how to call the function in it.
 
     Attributes:
-        file: path of the file, for messages.
+        file: path of the file, for messages; bytes that are no text are escaped.
         text: its contents.
         include_folder: where ``#include "..."`` looks: the folder of the file.
         entry: name of the function.
@@ -78,17 +85,39 @@ class UserKernel:
         return f"#line 1 {json.dumps(Path(self.file).name, ensure_ascii=False)}\n{self.text}\n"
 
     def include_path(self, scratch: Path) -> str:
-        """The include folder under a name that no compiler splits at a space or a comma.
+        """The include folder under a name that no compiler splits; see :func:`plain_path`."""
+        return plain_path(self.include_folder, scratch)
+
+    def seen_from(self, folder: str, scratch: Path) -> UserKernel:
+        """The kernel with every relative ``-I`` among its build options as seen from ``folder``.
 
         Args:
-            scratch: a folder to put a link into, where one is needed.
+            folder: an absolute path.
+            scratch: see :func:`plain_path`.
         """
-        if _PLAIN_PATH.fullmatch(self.include_folder):
-            return self.include_folder
-        link = scratch / "include"
-        if not link.is_symlink():
-            link.symlink_to(self.include_folder, target_is_directory=True)
-        return str(link)
+
+        def absolute(found: re.Match[str]) -> str:
+            if os.path.isabs(found[2]):
+                return found[0]
+            return found[1] + plain_path(os.path.normpath(os.path.join(folder, found[2])), scratch)
+
+        options = _INCLUDE.sub(absolute, "\0".join(self.build_options)).split("\0")
+        return replace(self, build_options=tuple(options) if self.build_options else ())
+
+
+def plain_path(folder: str, scratch: Path) -> str:
+    """A folder under a name that no compiler splits at a space or a comma: its own, or a link's.
+
+    Args:
+        folder: an absolute path.
+        scratch: a folder to put a link into, where one is needed.
+    """
+    if _PLAIN_PATH.fullmatch(folder):
+        return folder
+    link = scratch / f"include-{zlib.crc32(os.fsencode(folder)):08x}"
+    if not link.is_symlink():
+        link.symlink_to(folder, target_is_directory=True)
+    return str(link)
 
 
 #: Words of C and OpenCL C that a parameter of a problem may well be called.
@@ -103,12 +132,18 @@ _KEYWORDS = frozenset(
 class LoadedKernel(Protocol):
     """A kernel that is built and ready to run, with its tensors in the device's memory."""
 
-    def place(self, name: str, array: np.ndarray) -> None:
+    def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
         """Put ``array`` into memory of its own as parameter ``name``, with :data:`MARGIN_BYTES` on both sides.
+
+        Args:
+            margin: value of these bytes.
 
         Raises:
             DeviceMemoryError: the device has no room for it.
         """
+
+    def poison(self, name: str) -> None:
+        """Fill the tensor of parameter ``name`` with NaN, and leave the margins as they are."""
 
     def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
         """Copy the tensor of parameter ``name`` into ``array``; returns what is in the margins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.childprocess import KEPT_BYTES, Report, run_child
+from dispatcher.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
+from tests.children import heeding, soon
 
 
 def talk(report: Report, *arguments: str) -> None:
@@ -43,13 +45,20 @@ def leave(report: Report) -> None:
     os._exit(7)
 
 
-def hang(report: Report, file: str) -> None:
-    """Starts a process that would write a file later, and waits for ever."""
-    late = "import sys, time; time.sleep(3); open(sys.argv[1], 'w')"
-    subprocess.Popen([sys.executable, "-c", late, file])
+def hang(report: Report, folder: str) -> None:
+    """Starts another process, says so in files, and waits for ever."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     report("waiting")
+    for pid in (os.getpid(), other.pid):
+        (Path(folder) / str(pid)).touch()
     while True:
         time.sleep(1)
+
+
+def fork(report: Report, folder: str) -> None:
+    """Starts another process, and ends itself."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (Path(folder) / str(other.pid)).touch()
 
 
 def test_reports_and_prints_are_kept_apart() -> None:
@@ -96,26 +105,93 @@ def variables(report: Report) -> None:
     report([os.environ.get("FROM_PARENT"), os.environ.get("FROM_CALLER")])
 
 
+def running(pid: int) -> bool:
+    """Whether a process is there, and not only its entry."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+
+
 def test_a_hang_ends_with_everything_it_started(tmp_path: Path) -> None:
-    late = tmp_path / "late"
     start = time.monotonic()
-    ended = run_child("tests.test_childprocess:hang", [str(late)], 2.0)
+    ended = run_child("tests.test_childprocess:hang", [str(tmp_path)], 1.5)
     assert time.monotonic() - start < 10
     assert ended.code is None
     assert ended.signal == ""
     assert ended.reports == ("waiting",)
-    time.sleep(3)
-    assert not late.exists()
+    assert len(pids_in(tmp_path)) == 2
+    assert soon(lambda: not any(map(running, pids_in(tmp_path))))
 
 
-def test_a_child_without_its_parent_ends_itself() -> None:
+def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+    ended = run_child("tests.test_childprocess:fork", [str(tmp_path)], 60.0)
+    assert ended.code == 0
+    (other,) = pids_in(tmp_path)
+    assert soon(lambda: not running(other))
+
+
+PARENT = """
+import sys, tempfile
+from pathlib import Path
+from dispatcher.childprocess import run_child, unwound_by_signals
+with unwound_by_signals(), tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+    run_child("tests.test_childprocess:hang", [sys.argv[2]], 60.0, None, Path(folder))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
+def test_nothing_outlives_a_parent_that_is_ended(tmp_path: Path, name: str) -> None:
+    scratch, told = tmp_path / "scratch", tmp_path / "told"
+    scratch.mkdir()
+    told.mkdir()
+    number = signal.Signals[name]
+
+    parent = subprocess.Popen(
+        heeding(number, ["-c", PARENT, str(scratch), str(told)]), stderr=subprocess.DEVNULL
+    )
+    assert soon(lambda: len(pids_in(told)) == 2)
+    assert len(list(scratch.iterdir())) == 1
+    parent.send_signal(number)
+    assert parent.wait(10) == -number
+    assert soon(lambda: not any(map(running, pids_in(told))))
+    assert soon(lambda: list(scratch.iterdir()) == [])
+
+
+def test_signals_that_somebody_handles_stay_theirs() -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        with unwound_by_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with unwound_by_signals(), unwound_by_signals():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_any_limit_will_do() -> None:
+    assert run_child("tests.test_childprocess:leave", [], 1e300).code == 7
+    assert LONGEST_S < 2**31  # what alarm() takes
+
+
+def test_a_child_that_cannot_see_its_parent_go_ends_itself() -> None:
     code = (
         "from dispatcher import childprocess; childprocess._GRACE_S = 0; "
-        "childprocess._child(1.0, 'tests.test_childprocess:wait', [])"
+        "childprocess._child(0.5, 'tests.test_childprocess:wait', [], None)"
     )
     start = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", code], timeout=30, check=False, capture_output=True)
-    assert ended.returncode == -14  # SIGALRM
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    assert child.wait(30) == -signal.SIGALRM
+    assert child.stdin is not None
+    child.stdin.close()
     assert time.monotonic() - start < 15
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
+import signal
+import subprocess
+import sys
 import time
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,8 @@ from dispatcher.interface import Device
 from dispatcher.judging import Judgement, size_names, verify_kernel
 from dispatcher.loader import load_problem
 from dispatcher.selection import backend_devices
-from dispatcher.userkernel import UserKernel
+from dispatcher.userkernel import OTHER_MARGIN, UserKernel
+from tests import children
 from tests.strategies import REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +87,9 @@ TYPES = {
 
 Write = Callable[..., Path]
 
+#: Kernels that end in good order, right or wrong, need no process of their own: starting one takes most of the time.
+quick = pytest.mark.usefixtures("in_this_process")
+
 
 @pytest.fixture(scope="module")
 def device() -> str:
@@ -106,9 +116,18 @@ def write(tmp_path: Path) -> Write:
     return write_file
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children's functions are called here; what they report still goes through JSON."""
+    monkeypatch.setattr(judging, "run_child", children.run_here)
+    monkeypatch.setattr(judging, "_dump_no_core", lambda: None)
+
+
 def judge(path: Path, device: str, **options: Any) -> Judgement:
     """The verdict on a kernel for the plain convolution."""
-    given = {"global_size": "output_elements", "timeout_s": 40.0, "repeats": 2, "warmup": 0, **options}
+    given = {
+        "global_size": "output_elements", "timeout_s": 40.0, "repeats": 2, "warmup": 0, "inputs": "signed", **options
+    }  # fmt: skip
     (judgement,) = verify_kernel(CONV, path, device=device, **given)
     return judgement
 
@@ -116,7 +135,7 @@ def judge(path: Path, device: str, **options: Any) -> Judgement:
 # ---- right kernels -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", ["sample", "odd"])
 def test_the_guide_s_kernel_is_right_and_timed(write: Write, device: str, case: str) -> None:
-    judgement = judge(write(), device, case=case, repeats=3, local_size=32)
+    judgement = judge(write(), device, case=case, repeats=3, local_size=32, inputs=None)
     assert (judgement.outcome, judgement.reason, judgement.exit_code) == ("passed", "", 0)
     assert judgement.device.id == device
     assert len(judgement.times_s) == len(judgement.kernel_s) == 3
@@ -131,41 +150,81 @@ def test_the_guide_s_kernel_is_right_and_timed(write: Write, device: str, case: 
         assert check.comparison.max_error_over_bound < 1
 
 
+@quick
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_dtype_and_every_kind_of_parameter(write: Write, device: str, dtype: str) -> None:
     (judgement,) = verify_kernel(
         PROBLEM, write(source=PRODUCT), device=device, dtype=dtype, build_options=TYPES[dtype], repeats=1,
-        global_size=["output_depth * output_height * output_width", "output_channels", 2], local_size="8, 1, 1",
+        inputs="signed", global_size=["output_depth * output_height * output_width", "output_channels", 2],
+        local_size="8, 1, 1",
     )  # fmt: skip
     assert (judgement.outcome, judgement.reason) == ("passed", "")
     assert judgement.kernel.global_size == (32, 7, 2)
 
 
+@quick
 def test_several_kinds_of_inputs(write: Write, device: str) -> None:
-    judgement = judge(write(), device, inputs=["integers", "one_inf", "signed"])
-    assert judgement.passed
-    assert [check.inputs for check in judgement.checks] == ["integers", "one_inf", "signed"]
     # A kernel that treats NaN as zero is right on numbers alone.
     drops = write(("output[place] = sum", "output[place] = isnan(sum) ? 0.0f : sum"))
-    assert judge(drops, device, inputs="signed").passed
-    judgement = judge(drops, device, inputs=["signed", "one_nan"])
+    judgement = judge(drops, device, inputs=["integers", "one_nan", "one_inf"])
     assert (judgement.outcome, judgement.exit_code) == ("wrong", 1)
     assert judgement.reason.startswith("on inputs 'one_nan': ")
-    assert [check.passed for check in judgement.checks] == [True, False]
+    assert [(check.inputs, check.passed) for check in judgement.checks] == [
+        ("integers", True), ("one_nan", False), ("one_inf", True),
+    ]  # fmt: skip
 
 
-def test_files_beside_the_kernel_can_be_included(tmp_path: Path, device: str) -> None:
-    folder = tmp_path / "with space, and comma"
-    folder.mkdir()
-    (folder / "rest.h").write_text(SOURCE)
-    (folder / "mine.cl").write_text('#include "rest.h"\n')
-    assert judge(folder / "mine.cl", device).passed
+def test_files_beside_the_kernel_and_in_folders_of_options_can_be_included(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "with space, and comma", tmp_path / "current, one"
+    for each in (folder, here, here / "more"):
+        each.mkdir()
+    head, tail = SOURCE.split("{", 1)
+    (folder / "head.h").write_text(head)
+    (here / "head.h").write_text("#error this is not the header in the kernel's folder\n")
+    (here / "more" / "tail.h").write_text("{" + tail)
+    (folder / "mine.cl").write_text('#include "head.h"\n#include "tail.h"\n')
+    monkeypatch.chdir(here)
+    judgement = judge(folder / "mine.cl", device, build_options=["-I", "more"])
+    assert (judgement.outcome, judgement.reason) == ("passed", "")
 
 
+def test_folders_of_options_count_from_where_the_caller_is(tmp_path: Path) -> None:
+    def seen(*options: str) -> tuple[str, ...]:
+        return user_kernel("", build_options=options).seen_from("/a", tmp_path).build_options
+
+    assert seen() == ()
+    assert seen("-Ib", "-I", "../c", "-I d -DX", "-I/e", "-DY=-If", "-w") == (
+        "-I/a/b", "-I", "/c", "-I /a/d -DX", "-I/e", "-DY=-If", "-w",
+    )  # fmt: skip
+
+
+@quick
+@pytest.mark.parametrize("name", [b"\xff.cl", 'ü "x".cl'.encode(), b"a\x1b[31m.cl"])
+def test_any_name_will_do_and_a_byte_order_mark_too(
+    tmp_path: Path, device: str, name: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    path.write_bytes(b"\xef\xbb\xbf" + SOURCE.encode())
+    words = ["verify", CONV, "--kernel", str(path), "--global-size", "output_elements", "--device", device]
+    assert cli.main([*words, "--inputs", "signed"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert name.decode("utf-8", "backslashreplace").replace("\x1b", "\\x1b") in captured.out
+
+
+@quick
 def test_timing_stops_in_time(write: Write, device: str) -> None:
-    judgement = judge(write(), device, repeats=10**9, timeout_s=10.0)
+    judgement = judge(write(), device, repeats=10**9, timeout_s=5.0)
     assert judgement.passed
     assert len(judgement.times_s) > 10
+
+
+@quick
+def test_the_output_is_full_of_nan_before_every_launch(write: Write, device: str) -> None:
+    kernel = write(("output[place] = sum;", "output[place] = isnan(output[place]) ? sum : 0.0f;"))
+    assert judge(kernel, device, repeats=3, warmup=1).passed
 
 
 # ---- wrong kernels -----------------------------------------------------------------------------------------
@@ -189,12 +248,17 @@ WRONG = {
     ),
     "reads behind": ((WRITTEN, "output[place] = sum + 1e-9f * input[1680];"), "20160 are NaN"),
     "second launch": (
-        (WRITTEN, "output[place] = isnan(output[place]) ? sum : sum + 1.0f;"),
-        "a repeated launch gave another result than the first: 20160 of 20160",
+        (WRITTEN, "output[place] = isnan(input[-1]) ? sum : sum + 1.0f;"),
+        "a repeated launch did something else than the first: 20160 of 20160",
+    ),
+    "beside, as it was": (
+        (WRITTEN, "output[place] = sum; if (place == 0) ((__global uint*)output)[20161] = 0xffffffff;"),
+        "a repeated launch did something else than the first: it wrote beside output: 4 bytes, the nearest 4 bytes",
     ),
 }  # fmt: skip
 
 
+@quick
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_kernel_is_wrong(write: Write, device: str, fault: str) -> None:
     change, reason = WRONG[fault]
@@ -202,7 +266,7 @@ def test_a_wrong_kernel_is_wrong(write: Write, device: str, fault: str) -> None:
     assert (judgement.outcome, judgement.exit_code) == ("wrong", 1)
     assert reason in judgement.reason
     assert next(check.launch for check in judgement.checks if not check.passed) == (
-        "last" if fault == "second launch" else "first"
+        "repeated" if fault in ("second launch", "beside, as it was") else "first"
     )
     assert judgement.times_s == ()
     assert judgement.median_s is judgement.gflops is None
@@ -216,21 +280,62 @@ def test_a_crash_is_a_verdict(write: Write, device: str) -> None:
     )
 
 
+def test_the_end_of_the_process_is_a_verdict(write: Write, device: str) -> None:
+    leave = '__asm__ volatile("syscall" : : "a"(231L), "D"(0L) : "rcx", "r11", "memory");'
+    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+        pytest.skip("calls Linux as x86-64 does")
+    judgement = judge(write((WRITTEN, f"output[place] = sum; if (place == 9) {leave}")), device)
+    assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
+    assert judgement.reason == "the process ended before it was done, while running on inputs 'signed'"
+
+
+HANGS = (WRITTEN, "volatile int on = 1; while (on) ; output[place] = sum;")
+
+
 def test_a_hang_is_a_verdict_and_leaves_nothing(
     write: Write, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(judging.tempfile, "tempdir", str(scratch))
-    kernel = write((WRITTEN, "volatile int on = 1; while (on) ; output[place] = sum;"))
     start = time.monotonic()
-    judgement = judge(kernel, device, timeout_s=8.0)
+    judgement = judge(write(HANGS), device, timeout_s=4.0)
     assert time.monotonic() - start < 30
     assert (judgement.outcome, judgement.exit_code) == ("timed out", 1)
-    assert judgement.reason == "no end within 8 s, while running on inputs 'signed'"
+    assert judgement.reason == "no end within 4 s, while running on inputs 'signed'"
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_command_that_is_ended_leaves_nothing(write: Write, device: str, tmp_path: Path, name: str) -> None:
+    number, scratch = signal.Signals[name], tmp_path / "scratch"
+    scratch.mkdir()
+    words = [
+        "verify",
+        CONV,
+        "--kernel",
+        str(write(HANGS)),
+        "--global-size",
+        "output_elements",
+        "--device",
+        device,
+    ]
+    parent = subprocess.Popen(
+        children.heeding(number, ["-m", "cli", *words, "--inputs", "signed", "--timeout", "50"]),
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+    )
+    assert children.soon(lambda: bool(list(scratch.glob("*/empty"))))
+    time.sleep(0.5)  # it builds, or hangs
+    parent.send_signal(number)
+    assert parent.wait(10) == (cli.TERMINATED if name == "SIGTERM" else -number)
+    assert children.soon(lambda: list(scratch.iterdir()) == [])
+    assert parent.stderr is not None
+    assert parent.stderr.read() == (b"error: terminated\n" if name == "SIGTERM" else b"")
+
+
+@quick
 def test_a_kernel_that_does_not_build_shows_the_compiler_s_log(write: Write, device: str) -> None:
     judgement = judge(write((WRITTEN, "output[place] = total;")), device)
     assert (judgement.outcome, judgement.exit_code) == ("build failed", 4)
@@ -285,6 +390,7 @@ SIGNATURES = {
 }  # fmt: skip
 
 
+@quick
 @pytest.mark.parametrize("fault", SIGNATURES)
 def test_another_parameter_list_is_refused(write: Write, device: str, fault: str) -> None:
     change, message = SIGNATURES[fault]
@@ -296,6 +402,7 @@ def test_another_parameter_list_is_refused(write: Write, device: str, fault: str
     assert message in str(caught.value)
 
 
+@quick
 def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> None:
     kernel = write(
         ("__global const float* input", "__global const float4* vectors"),
@@ -307,6 +414,7 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
     assert judge(kernel, device).passed
 
 
+@quick
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -324,7 +432,26 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
         ({"local_size": 1 << 20}, "local_size is (1048576,); this device takes"),
         ({"entry": "a b"}, "entry is 'a b'; expected the name of a function"),
         ({"build_options": "-DX"}, "build_options is '-DX'; expected a list"),
-        ({"timeout_s": 0}, "timeout_s is 0; expected a number of seconds above 0"),
+        ({"timeout_s": 0}, "timeout_s is 0; expected a number of seconds above 0 and up to 604800"),
+        ({"timeout_s": 10**400}, "timeout_s is 1000"),
+        ({"timeout_s": 10**5000}, "timeout_s is a int too long to print"),
+        ({"timeout_s": "5"}, "timeout_s is '5'"),
+        ({"repeats": 1.0}, "repeats is 1.0"),
+        ({"entry": ""}, "entry is ''"),
+        ({"entry": b"solution"}, "entry is b'solution'"),
+        ({"build_options": None}, "build_options is None; expected a list of texts"),
+        ({"build_options": 5}, "build_options is 5; expected a list of texts"),
+        ({"build_options": [1]}, "build_options is [1]; expected a list of texts"),
+        ({"build_options": ["-DX=\0"]}, "build option '-DX=\\x00' has a NUL"),
+        ({"build_options": ["-DX=\udcff"]}, "or bytes that are no text here"),
+        ({"inputs": 5}, "inputs is 5; expected a list of texts"),
+        ({"inputs": [None]}, "inputs is [None]"),
+        ({"global_size": b"a"}, "global_size is b'a'; expected numbers or expressions"),
+        (
+            {"input": np.zeros((2, 4, 5, 6, 7), np.float32)},
+            "tensor input cannot be given here",
+        ),
+        ({"output": np.zeros(3, np.float32)}, "tensor output cannot be given here"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"repeats": 0}, "repeats is 0"),
         ({"inputs": ["odd"]}, "inputs is 'odd'; expected all, or some of signed"),
@@ -341,22 +468,42 @@ def test_a_wrong_argument_is_refused(
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected a file that ends in \.cl or \.cu"):
-        judge(tmp_path / "mine.py", "opencl")
-    with pytest.raises(InputError, match="cannot be read: No such file"):
-        judge(tmp_path / "mine.cl", "opencl")
-    (tmp_path / "mine.cl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="it is not a text in UTF-8"):
-        judge(tmp_path / "mine.cl", "opencl")
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
-        judge(tmp_path, "opencl") if tmp_path.suffix else judge(
-            folder_named(tmp_path / "folder.cl"), "opencl"
-        )
+    path = tmp_path / "mine.cl"
+
+    def refused(kernel: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            judge(kernel, "opencl")
+        return str(caught.value)
+
+    assert "expected a file that ends in .cl or .cu" in refused(tmp_path / "mine.py")
+    for value in (None, 5, b"mine.cl"):
+        assert refused(value) == f"kernel is {value!r}; expected the path of a .cl or .cu file"
+    assert "cannot be read: No such file" in refused(path)
+    assert "cannot be read: no file can have this name: embedded null byte" in refused("go\0od.cl")
+    for content, reason in (
+        (b"\xff\xfe\x00", "it is not a text in UTF-8"),
+        (b"a\n\nb\0c", "has a NUL in line 3, where compilers would stop reading"),
+        (b" " * (judging.LARGEST_FILE + 1), "has more than 16777216 bytes"),
+    ):
+        path.write_bytes(content)
+        assert reason in refused(path)
+    path.unlink()
+    os.mkfifo(path)
+    (tmp_path / "zero.cl").symlink_to("/dev/zero")
+    (tmp_path / "folder.cl").mkdir()
+    for each in (path, tmp_path / "zero.cl", tmp_path / "folder.cl"):
+        assert refused(each).startswith(f"kernel '{each}' is not a regular file; expected one with")
 
 
-def folder_named(path: Path) -> Path:
-    path.mkdir()
-    return path
+@quick
+def test_numbers_of_numpy_will_do(write: Write, device: str) -> None:
+    judgement = judge(
+        write(), device, global_size=np.int64(20160), local_size=(np.int32(16),), repeats=np.int64(3),
+        warmup=np.uint8(0), timeout_s=np.float32(40), seed=np.int64(3), batch_size=np.int64(2),
+        build_options=(option for option in ["-w"]),
+    )  # fmt: skip
+    assert (judgement.outcome, judgement.reason, len(judgement.times_s)) == ("passed", "", 3)
+    assert (judgement.kernel.local_size, judgement.kernel.build_options) == ((16,), ("-w",))
 
 
 def test_a_device_of_another_backend_is_refused(write: Write, device: str) -> None:
@@ -364,10 +511,11 @@ def test_a_device_of_another_backend_is_refused(write: Write, device: str) -> No
         judge(write(), "numpy")
     with pytest.raises(DeviceError, match="opencl:99"):
         judge(write(), "opencl:99")
-    judgement = judge(write(), f"numpy,{device}")
-    assert judgement.passed
-    assert judgement.skipped == (("numpy", "it cannot run .cl files"),)
-    assert judge(write(), "auto").passed
+    places = judging._places("opencl", f"numpy,{device}", "mine.cl")
+    assert [(found.id, skipped) for found, skipped in places] == [
+        (device, (("numpy", "it cannot run .cl files"),))
+    ]
+    assert [found.id for found, _ in judging._places("opencl", "auto", "mine.cl")] == [device]
 
 
 def test_a_backend_may_have_no_such_kernels(
@@ -441,9 +589,58 @@ def test_an_exit_is_a_crash() -> None:
 
 
 def test_what_happens_before_the_kernel_is_not_its_fault() -> None:
-    for end in (ended(None, ""), ended(-11, "SIGSEGV", {"stage": "opening the device"})):
+    for end in (
+        *(ended(None, ""), ended(0, "")),
+        ended(-11, "SIGSEGV", {"stage": "opening the device"}),
+    ):
         with pytest.raises(DeviceError, match="could not be opened"):
             verdict(end)
+
+
+class Flaky:
+    """A kernel that counts: for its launch number ``n``, from 1 on, ``results[n]`` where there is one, else zeros."""
+
+    def __init__(self, results: dict[int, list[float]]) -> None:
+        self.results, self.launches, self.margin, self.poisoned = results, 0, 0, False
+
+    def poison(self, name: str) -> None:
+        self.poisoned = True
+
+    def launch(self, numbers: Any) -> float:
+        assert self.poisoned
+        self.launches, self.poisoned = self.launches + 1, False
+        return 0.5
+
+    def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
+        array[...] = self.results.get(self.launches, [0.0, 0.0])
+        found = bytes([OTHER_MARGIN]) * 8
+        return found, (b"\0" + found[1:] if self.launches == self.margin else found)
+
+
+def test_every_repeated_launch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = UserKernel("m.cl", "", "/", "f", (("output", "output"),), "float32", (1,))
+    request = {"numbers": {}, "output_shape": [2], "warmup": 1, "repeats": 5, "timing_s": 60.0}
+    first = {"checksums": {}, "beside": [], "crc": zlib.crc32(bytes(8))}
+
+    def repeated(margin: int, **results: list[float]) -> Any:
+        loaded: Any = Flaky({int(name[1:]): values for name, values in results.items()})
+        loaded.margin = margin
+        found = judging._Runs(loaded, kernel, tmp_path, request).repeat(first)
+        assert (loaded.launches, len(found["times_s"]), found["kernel_s"]) == (6, 5, [0.5] * 5)
+        return found["repeated"]
+
+    assert repeated(0) is None
+    found = repeated(0, n1=[0.0, 1.0], n3=[2.0, 0.0], n4=[0.0, 1.0])
+    assert [np.load(tmp_path / f"result-{name}.npy").tolist() for name in found["results"]] == [
+        [0, 1],
+        [2, 0],
+    ]
+    assert repeated(2) == {
+        "checksums": {}, "results": [],
+        "beside": ["it wrote beside output: 1 bytes, the nearest 0 bytes behind the end of it"],
+    }  # fmt: skip
+    monkeypatch.setattr(judging, "KEPT_RESULTS", 8)
+    assert len(repeated(0, n1=[0.0, 1.0], n3=[2.0, 0.0])["results"]) == 1
 
 
 def test_caught_errors() -> None:
@@ -517,10 +714,12 @@ def test_the_command_reports_in_words_and_as_json(run: Any, write: Write, device
     }
 
 
+@quick
 def test_exit_codes(run: Any, write: Write, device: str) -> None:
     def code(path: Path, *more: str) -> tuple[int, str]:
         found, out, err = run(
-            CONV, "--kernel", str(path), "--global-size", "output_elements", "--device", device, *more
+            *(CONV, "--kernel", str(path), "--global-size", "output_elements", "--inputs", "signed"),
+            *("--device", device, *more),
         )
         assert "Traceback" not in out + err
         assert err.count("\n") == 1
@@ -531,16 +730,20 @@ def test_exit_codes(run: Any, write: Write, device: str) -> None:
     assert code(write(), "--entry", "other")[0] == 2
     assert code(write(), "--device", "numpy")[0] == 3
     assert code(Path("missing.cl"))[0] == 2
-    assert code(write(), "--timeout", "soon") == (
-        2,
-        "error: --timeout is 'soon'; expected a number of seconds above 0\n",
-    )
+    for text in ("soon", "", "1e300", "99999999999", "1_0", "nan", "0"):
+        assert code(write(), "--timeout", text) == (
+            2,
+            f"error: --timeout is '{text}'; expected a number of seconds above 0 and up to 604800\n",
+        )
+    assert code(write(), "--entry", "")[1].startswith("error: entry is ''; expected the name of a function")
+    assert code(write(), "--repeat", "")[1].startswith("error: --repeat is ''; expected a whole number")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([CONV, "--entry", "f"], "--entry is given without --kernel"),
+        ([CONV, "--timeout", ""], "--timeout is given without --kernel"),
         ([CONV, "--kernel", "a.cl", "--algorithm", "direct"], "--algorithm and --kernel are both given"),
         ([CONV, "--kernel", "a.cl", "--option", "box=1x1"], "--option and --kernel are both given"),
         (["--kernel", "a.cl"], "--kernel is for one problem, and 0 are given"),

@@ -124,6 +124,7 @@ class _OnDevice:
     def __init__(self, context: Context, kernel: UserKernel) -> None:
         self._context, self._kernel = context, kernel
         self._blocks: dict[str, Any] = {}
+        self._sizes: dict[str, int] = {}
 
     @contextmanager
     def _active(self, what: str) -> Iterator[Any]:
@@ -139,14 +140,20 @@ class _OnDevice:
             except driver.Error as error:
                 raise self._context.failure(what, error) from error
 
-    def place(self, name: str, array: np.ndarray) -> None:
+    def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
         """See :meth:`dispatcher.userkernel.LoadedKernel.place`."""
         size = array.nbytes + 2 * MARGIN_BYTES
         with self._active(f"{name} of {size} bytes") as driver:
             if name not in self._blocks:
-                self._blocks[name] = driver.mem_alloc(size)
-            driver.memset_d8(self._blocks[name], MARGIN, size)
+                self._blocks[name], self._sizes[name] = driver.mem_alloc(size), array.nbytes
+            driver.memset_d8(self._blocks[name], margin, size)
             driver.memcpy_htod(self._address(name), np.ascontiguousarray(array))
+
+    def poison(self, name: str) -> None:
+        """See :meth:`dispatcher.userkernel.LoadedKernel.poison`."""
+        with self._active(f"filling {name}") as driver:
+            driver.memset_d8(self._address(name), MARGIN, self._sizes[name])
+            driver.Context.synchronize()
 
     def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
         """See :meth:`dispatcher.userkernel.LoadedKernel.fetch`."""

@@ -154,7 +154,7 @@ class OpenClUserKernel:
         self._queue = runtime.queue()
         self._buffers: dict[str, Any] = {}
 
-    def place(self, name: str, array: np.ndarray) -> None:
+    def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
         """See :meth:`dispatcher.userkernel.LoadedKernel.place`."""
         size = array.nbytes + 2 * MARGIN_BYTES
         try:
@@ -162,7 +162,7 @@ class OpenClUserKernel:
                 # Inputs too may be written to, so that it shows when a kernel does that.
                 self._buffers[name] = cl.Buffer(self._runtime.context, cl.mem_flags.READ_WRITE, size)
             buffer = self._buffers[name]
-            cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(MARGIN), 0, size)
+            cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(margin), 0, size)
             cl.enqueue_copy(self._queue, buffer, array, dst_offset=MARGIN_BYTES)
             self._queue.finish()
         except cl.Error as error:
@@ -172,6 +172,17 @@ class OpenClUserKernel:
                     f"{self._runtime.facts.largest_buffer} at once: {error}"
                 ) from error
             raise KernelError(f"{name} cannot be put on the device: {error}") from error
+
+    def poison(self, name: str) -> None:
+        """See :meth:`dispatcher.userkernel.LoadedKernel.poison`."""
+        buffer = self._buffers[name]
+        try:
+            cl.enqueue_fill_buffer(
+                self._queue, buffer, np.uint8(MARGIN), MARGIN_BYTES, buffer.size - 2 * MARGIN_BYTES
+            )
+            self._queue.finish()
+        except cl.Error as error:
+            raise KernelError(f"{name} cannot be filled: {error}") from error
 
     def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
         """See :meth:`dispatcher.userkernel.LoadedKernel.fetch`."""
