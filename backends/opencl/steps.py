@@ -150,7 +150,7 @@ def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepS
 def run_block(count: int) -> int:
     """How many out of ``count`` terms are summed one after another before the sums of such runs are: their third root,
     since sums have three levels, but no fewer than 64, which cost nothing in accuracy."""
-    return max(64, round(count ** (1 / 3)))
+    return max(64, int(count ** (1 / 3)))
 
 
 def _reduction(
