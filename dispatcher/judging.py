@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry, selftest
-from dispatcher.arguments import brief, bind_numbers
+from dispatcher.arguments import bind_numbers, brief
 from dispatcher.childprocess import LONGEST_S, Ended, Report, run_child, unwound_by_signals
 from dispatcher.compiled import ProblemLike
 from dispatcher.errors import BuildError, DeviceError, DispatcherError, InputError, KernelError
