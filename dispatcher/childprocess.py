@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -150,12 +151,22 @@ def run_child(
         assert process.stdout is not None
         assert process.stderr is not None
         reported, printed = _Reader(process.stdout), _Reader(process.stderr, KEPT_BYTES)
+        # Popen.wait() may keep its lock when a signal's exception interrupts it; threads other than the main one get
+        # none. The end is told twice: for the time limit, and for the clearing up, which an interruption may bring on.
+        ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def tell_end() -> None:
+            for code in [process.wait()] * 2:
+                ends.put(code)
+
+        threading.Thread(target=tell_end, daemon=True).start()
         code: int | None = None
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(limit_s)
+            with contextlib.suppress(queue.Empty):
+                code = ends.get(timeout=limit_s)
         finally:
             _end(process)
+            ends.get()
             process.stdin.close()
     lines = reported.text().splitlines()
     reports = tuple(json.loads(line) for line in lines)
@@ -195,7 +206,6 @@ def _end(process: Popen[bytes]) -> None:
         with contextlib.suppress(OSError):  # there is nobody left
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    process.wait()
 
 
 def _signal_name(code: int | None) -> str:
