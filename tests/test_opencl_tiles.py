@@ -15,7 +15,7 @@ pytest.importorskip("pyopencl")
 from backends.opencl import lines
 from backends.opencl.options import Options
 from backends.opencl.runtime import Facts
-from backends.opencl.tiles import Fold, LineLayout, Tile, imbalance, work
+from backends.opencl.tiles import Fold, LineLayout, imbalance, work
 from backends.opencl.tiles import device_class as class_of
 from dispatcher.geometry import AxisGeometry, ConvGeometry
 
@@ -84,18 +84,16 @@ def test_no_box_that_one_may_ask_for_ends_much_sooner(
     unit_d, unit_h = {None: (1, 1), "max": (3, 3)}[fold and fold.function]
     for d in (1, 2, 4):
         for h in range(1, 9):
-            box = Tile(16, tile.thread_c, tile.thread_w, 0, 0, tile.flat, tile.winograd)
-            pair = 2 if tile.winograd else 1
-            deep, high = math.lcm(unit_d, pair) * d, math.lcm(unit_h, pair) * h
-            other = LineLayout(geometry, fold, replace(box, box_d=deep, box_h=high))
+            deep, high = math.lcm(unit_d, min(tile.rows, 2)) * d, math.lcm(unit_h, tile.rows) * h
+            other = LineLayout(geometry, fold, replace(tile, box_d=deep, box_h=high))
             size = 4 * (other.core_size + other.pooled_size(geometry.out_channels))
             if size <= FACTS.cache:
                 assert makespan(layout, units) <= 1.03 * makespan(other, units)
 
 
 def test_many_cores_get_smaller_boxes_where_items_are_few() -> None:
-    geometry, fold = GEOMETRIES["few_large_windows"]
-    few, many = (chosen(geometry, units, fold) for units in (2, 128))
+    geometry = cube(1, 32, 24, 3, 1)
+    few, many = (chosen(geometry, units) for units in (2, 128))
     assert items_of(few) < 64
     assert items_of(many) >= 2 * items_of(few)
     assert makespan(many, 128) < 0.7 * makespan(few, 128)

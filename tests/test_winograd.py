@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import product
 
@@ -10,32 +11,69 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.opencl.tiles import Fold, LineLayout, Tile, Wanted, device_class, device_classes, ranked_tiles
-from backends.opencl.winograd import TRANSFORMS, axis_reason, pack_winograd_weights, winograd_starts
+from backends.opencl.options import Options
+from backends.opencl.tiles import (
+    WINOGRAD_ROWS,
+    Fold,
+    LineLayout,
+    Tile,
+    Wanted,
+    device_class,
+    device_classes,
+    ranked_tiles,
+    winograd_rows,
+)
+from backends.opencl.winograd import (
+    MOST_TAPS,
+    axis_reason,
+    pack_winograd_weights,
+    pair_sums,
+    transform,
+    winograd_starts,
+)
+from dispatcher.errors import InputError
 from dispatcher.geometry import AxisGeometry, ConvGeometry
+from dispatcher.interface import Device
+from tests.strategies import call_on, checked_run, conv_operator, tensors_of
 
 
-def inverse(count: int) -> tuple[list[int], list[int]]:
-    """Factors of ``count`` components in the two outputs, as core_winograd.cl adds them up.
-
-    It sums all components but the last for output 0, all but the first for output 1, negated from the third on.
-    """
-    even = [int(part < count - 1) for part in range(count)]
-    odd = [0 if part == 0 else 1 if part == 1 else -1 for part in range(count)]
-    return even, odd
-
-
-@pytest.mark.parametrize("taps", sorted(TRANSFORMS))
-def test_each_transform_is_an_identity_of_rational_numbers(taps: int) -> None:
+@pytest.mark.parametrize("taps", range(1, MOST_TAPS + 1))
+@pytest.mark.parametrize("outputs", WINOGRAD_ROWS)
+def test_each_transform_is_an_identity_of_rational_numbers(outputs: int, taps: int) -> None:
     """y[j] is bilinear in x and g, so that it is enough to try every pair of unit vectors."""
-    components = TRANSFORMS[taps]
-    assert len(components) == taps + 1
-    rows = inverse(len(components))
-    for at, tap in product(range(taps + 1), range(taps)):
-        x = [Fraction(int(i == at)) for i in range(taps + 2)]
-        z = [(x[part.a] + part.sign * x[part.b]) * part.taps[tap] for part in components]
-        for j, row in enumerate(rows):
+    matrices = transform(outputs, taps)
+    products = outputs + taps - 1
+    assert len(matrices.inputs) == len(matrices.taps) == products and len(matrices.outputs) == outputs
+    for at, tap in product(range(products), range(taps)):
+        z = [
+            inputs[at] * factors[tap] for inputs, factors in zip(matrices.inputs, matrices.taps, strict=True)
+        ]
+        for j, row in enumerate(matrices.outputs):
             assert sum(f * value for f, value in zip(row, z, strict=True)) == int(at == j + tap)
+
+
+@pytest.mark.parametrize("taps", range(1, MOST_TAPS + 1))
+def test_along_depth_the_core_makes_the_same_sums_of_two(taps: int) -> None:
+    """What the kernel does with PARTS_D and NEGATE_D, and with a, b and s, is what the matrices say."""
+    matrices = transform(2, taps)
+    for part, row in zip(pair_sums(taps), matrices.inputs, strict=True):
+        made = [Fraction(0)] * (taps + 1)
+        made[part.a] += 1
+        made[part.b] += part.sign
+        assert tuple(made) == row
+    first, second = matrices.outputs
+    assert first == (*[1] * taps, 0)
+    assert second[0] == 0 and all(abs(factor) == 1 for factor in second[1:])
+
+
+@pytest.mark.parametrize("taps", range(1, MOST_TAPS + 1))
+@pytest.mark.parametrize("outputs", WINOGRAD_ROWS)
+def test_factors_are_moderate(outputs: int, taps: int) -> None:
+    """Rounding grows with the factors; those of the inputs are not in the sums of tap factors."""
+    matrices = transform(outputs, taps)
+    assert max(abs(f) for row in matrices.inputs for f in row) <= 2.5
+    assert max(abs(f) for row in matrices.taps for f in row) <= 2
+    assert max(abs(f) for row in matrices.outputs for f in row) <= 4
 
 
 AXES = st.builds(
@@ -67,10 +105,14 @@ def test_the_best_tiles_of_random_geometries_cover_them(
     if any(each is None for each in axes):
         return
     geometry = ConvGeometry(2, 4 * groups, channels * groups, groups, *axes)  # type: ignore[arg-type]
-    for winograd in (False, True):
-        if winograd and (axis_reason(geometry.depth) or axis_reason(geometry.height)):
+    for rows in (1, *WINOGRAD_ROWS):
+        if rows > 1 and (axis_reason(geometry.depth) or axis_reason(geometry.height)):
             continue
-        ranked = ranked_tiles(geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=winograd)
+        wanted = Wanted(rows=rows if rows > 1 else None)
+        ranked = ranked_tiles(
+            geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=rows > 1, wanted=wanted
+        )
+        assert all(tile.rows == rows for _, tile in ranked)
         for _, tile in ranked[:3]:
             check_layout(LineLayout(geometry, None, tile))
 
@@ -96,7 +138,8 @@ def check_layout(layout: LineLayout) -> None:
     assert layout.pitch - layout.geometry.width.input >= max(layout.halo)
 
 
-def test_packed_weights_start_where_the_kernel_looks() -> None:
+@pytest.mark.parametrize("rows", WINOGRAD_ROWS)
+def test_packed_weights_start_where_the_kernel_looks(rows: int) -> None:
     geometry = ConvGeometry(
         1,
         4,
@@ -106,34 +149,95 @@ def test_packed_weights_start_where_the_kernel_looks() -> None:
         AxisGeometry("height", 4, 4, 2, 1),
         AxisGeometry("width", 9, 3, 2, 1),
     )
-    layout = LineLayout(geometry, None, Tile(8, 4, 1, 2, 2, False, True))
+    layout = LineLayout(geometry, None, Tile(8, 4, 1, 2, rows, False, rows))
     starts = winograd_starts(layout)
     weight = np.arange(np.prod(geometry.weight_shape), dtype=np.float32).reshape(geometry.weight_shape)
     packed = pack_winograd_weights(weight, layout)
-    # Every phase starts with its first components, which are taps as they are: input channel 0, channels 0 to 3.
+    # Every phase starts with its first components, which are its first taps: input channel 0, channels 0 to 3.
     for start, (phase_d, phase_h) in zip(
         starts, product(geometry.depth.phases, geometry.height.phases), strict=True
     ):
         first = weight[
             0, :4, phase_d.taps[0].index, phase_h.taps[0].index, geometry.width.phases[0].taps[0].index
         ]
-        np.testing.assert_array_equal(packed[start : start + 4], first)
+        factors = transform(rows, len(phase_h.taps)).taps[0]
+        assert not any(factors[1:])
+        np.testing.assert_array_equal(packed[start : start + 4], first * np.float32(factors[0]))
 
 
-def test_boxes_hold_whole_windows_and_pairs_of_rows() -> None:
+def test_boxes_hold_whole_windows_and_whole_tiles() -> None:
     axes = [AxisGeometry(name, 32, 5, 2, 2) for name in ("depth", "height", "width")]
     geometry = ConvGeometry(2, 32, 64, 1, axes[0], axes[1], axes[2])
     fold = Fold("max", (6, 6, 6))
-    for winograd, unit in ((False, 3), (True, 6)):
-        for _, tile in ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=winograd):
-            assert tile.box_d % unit == 0 and tile.box_h % unit == 0
+    for rows, unit_d, unit_h in ((None, 3, 3), (2, 6, 6), (3, 6, 3)):
+        wanted = Wanted(rows=rows)
+        for _, tile in ranked_tiles(
+            geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=rows is not None, wanted=wanted
+        ):
+            assert tile.box_d % unit_d == 0 and tile.box_h % unit_h == 0
     with pytest.raises(ValueError, match="box is 2x2; expected multiples of 6x6"):
         wanted = Wanted(box=(2, 2))
         ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=True, wanted=wanted)
+
+
+def rows_of(channels: int, kernel: int, stride: int, groups: int = 1) -> tuple[int, ...]:
+    axes = [AxisGeometry(name, 8, kernel, stride, 0) for name in ("depth", "height", "width")]
+    return winograd_rows(ConvGeometry(1, channels, 8, groups, axes[0], axes[1], axes[2]))
+
+
+def test_more_rows_at_once_only_where_they_round_little() -> None:
+    assert rows_of(16, 3, 1) == (2, 3)
+    assert rows_of(15, 3, 1) == rows_of(32, 3, 1, groups=4) == (2,)
 
 
 def test_device_classes_are_sound() -> None:
     for entry in device_classes():
         assert entry.vec in (4, 8, 16) and entry.register_tiles and entry.winograd_tiles
         assert all(c >= 1 and w >= 1 for c, w in (*entry.register_tiles, *entry.winograd_tiles))
+        for rows, taps in product((1, *WINOGRAD_ROWS), range(1, MOST_TAPS + 1)):
+            assert entry.tiles(rows, taps)
     assert device_class(16).vec == 16 and device_class(8).vec == 8 and device_class(1).vec == 4
+
+
+#: Pipelines with one, two and three taps a phase, heights that end within a tile, groups, and channels that end within
+#: a register tile.
+OPERATORS = {
+    "three_taps": conv_operator((1, 16, 4, 9, 19), 7, (3, 3, 3), bias=True),
+    "two_and_three_taps": conv_operator(
+        (1, 16, 3, 7, 10), 5, (5, 5, 5), stride=2, padding=2, after=[{"op": "max_pool3d", "window": 2}]
+    ),
+    "two_taps": conv_operator(
+        (2, 32, 3, 6, 33), 20, (4, 4, 4), stride=2, padding=1, groups=2, after=[{"op": "gelu"}]
+    ),
+    "one_and_two_taps": conv_operator((1, 16, 3, 5, 7), 6, (3, 3, 3), stride=2, padding=1, output_padding=1),
+    "one_tap": conv_operator((1, 17, 3, 10, 9), 6, (1, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", ["signed", "one_nan", "one_inf"])
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("rows", WINOGRAD_ROWS)
+def test_every_transform_on_every_cpu(backend_device: Device, rows: int, name: str, kind: str) -> None:
+    """Results meet the bounds of ``verify``, also with several boxes; NaN and infinity stay where they are."""
+    if backend_device.backend != "opencl" or backend_device.kind != "cpu":
+        pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
+    operator = OPERATORS[name]
+    tensors = tensors_of(operator, kind)
+    high = math.lcm(rows, 2)
+    for options in (
+        {"box": f"2x{high}", "line": "rows"},
+        {"box": f"4x{2 * high}", "line": "flat", "tile": "3x2"},
+    ):
+        fixed = {"algorithm": "winograd", "rows": str(rows), **options}
+        call = call_on(operator, tensors, backend_device.id, fixed)
+        _, comparison = checked_run(call, tensors)
+        assert comparison.passed, (options, comparison.reason)
+
+
+def test_rows_belong_to_winograd() -> None:
+    with pytest.raises(
+        InputError, match="rows is '3' with algorithm 'direct'; only algorithm winograd has it"
+    ):
+        Options.parse({"algorithm": "direct", "rows": "3"})
+    with pytest.raises(InputError, match="rows is '4'; expected one of 2, 3"):
+        Options.parse({"algorithm": "winograd", "rows": "4"})

@@ -95,6 +95,7 @@ class LinesLaunch:
                 "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
                 "box": f"{tile.box_d}x{tile.box_h}",
                 "line": "flat" if tile.flat else "rows",
+                **({"rows": tile.rows} if tile.winograd else {}),
                 "lanes_used": round(self._layout.lanes_used, 3),
                 "scratch_bytes_per_worker": source.scratch * real.itemsize,
                 "items": self._items,

@@ -18,18 +18,24 @@ from backends.opencl.options import Options, pair
 from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
 from backends.opencl.runtime import Facts, OpenClRuntime
 from backends.opencl.stages import LINE_STAGES, render_stages
-from backends.opencl.tiles import Fold, LineLayout, Tile, Wanted, device_class, ranked_tiles
-from backends.opencl.winograd import TRANSFORMS, axis_reason, winograd_starts
+from backends.opencl.tiles import (
+    WINOGRAD_CHANNELS,
+    Fold,
+    LineLayout,
+    Tile,
+    Wanted,
+    device_class,
+    ranked_tiles,
+)
+from backends.opencl.winograd import MOST_TAPS, Row, axis_reason, pair_sums, transform, winograd_starts
 from dispatcher.geometry import ConvGeometry
 from dispatcher.steps import ConvTranspose3d, Pointwise
 
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
-#: Below these, Winograd is not chosen: a call is too short to matter, and with few input channels the
-#: transforms cost what the products save, while an output with few products shows its neighbours' rounding.
+#: Below this, Winograd is not chosen: a call is too short to matter.
 WINOGRAD_FLOPS = 1 << 26
-WINOGRAD_CHANNELS = 16
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ def ranked(
     """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
     vec = facts.vec_double if real == np.float64 else facts.vec
     flat = None if options.line is None else options.line == "flat"
-    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat)
+    rows = None if options.rows is None else int(options.rows)
+    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows)
     device = device_class(facts.vec)
     return ranked_tiles(
         geometry,
@@ -200,6 +207,7 @@ def render(
         "THREAD_W": tile.thread_w,
         "BOX_D": tile.box_d,
         "BOX_H": tile.box_h,
+        "STEP_D": layout.step_d,
         "BOXES_D": layout.boxes[0],
         "BOXES_H": layout.boxes[1],
         "IC": g.in_channels,
@@ -219,6 +227,7 @@ def render(
         "CHANNEL": layout.channel,
         "PLANE": layout.plane,
         "LEAD": layout.lead,
+        "POSITIONS_H": layout.positions[1],
         "POSITIONS_W": layout.positions[2],
         "LINE": line,
         "ROW": layout.row,
@@ -313,23 +322,40 @@ def _direct_tables(layout: LineLayout) -> str:
     return table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
 
 
+def _sums(name: str, rows: Sequence[Row], source: str, target: str) -> str:
+    """A macro ``name(source, target)``: vectors ``target`` are the matrix ``rows`` times the vectors ``source``."""
+    statements = []
+    for i, row in enumerate(rows):
+        terms = [(k, factor) for k, factor in enumerate(row) if factor != 0]
+        # Begin with a term that needs no multiplication, if there is one.
+        terms.sort(key=lambda term: (abs(term[1]) != 1, term[1] < 0))
+        value = ""
+        for k, factor in terms:
+            operand = f"({source})[{k}]"
+            if abs(factor) == 1:
+                sign = "-" if factor < 0 else "+" if value else ""
+                value = f"{value} {sign} {operand}".strip()
+            elif value:
+                value = f"fma({operand}, SPLAT(R({float(factor)!r})), {value})"
+            else:
+                value = f"{operand} * SPLAT(R({float(factor)!r}))"
+        statements.append(f"({target})[{i}] = {value};")
+    return f"#define {name}({source}, {target}) do {{ {' '.join(statements)} }} while (0)\n"
+
+
 def _winograd_tables(layout: LineLayout) -> str:
-    heights = {len(phase.taps) + 1 for phase in layout.geometry.height.phases}
-    text = defines({f"USE_PARTS_{count}": count in heights for count in (2, 3, 4)})
-    for letter, axis, first in (
-        ("D", layout.geometry.depth, 0),
-        ("H", layout.geometry.height, layout.height.rows[0]),
-    ):
-        starts = [phase.taps[0].offset - first for phase in axis.phases]
-        parts = [TRANSFORMS[len(phase.taps)] for phase in axis.phases]
-        text += table(f"PARTS_{letter}", [len(each) for each in parts])
-        text += table(
-            f"ROW_A_{letter}",
-            [[start + p.a for p in each] for start, each in zip(starts, parts, strict=True)],
-        )
-        text += table(
-            f"ROW_B_{letter}",
-            [[start + p.b for p in each] for start, each in zip(starts, parts, strict=True)],
-        )
-        text += table(f"SIGN_{letter}", [[p.sign for p in each] for each in parts])
-    return text
+    depth, height = layout.geometry.depth.phases, layout.geometry.height.phases
+    occurring = {len(phase.taps) for phase in height}
+    text = defines({f"USE_TAPS_{taps}": taps in occurring for taps in range(1, MOST_TAPS + 1)})
+    for taps in sorted(occurring):
+        matrices = transform(layout.tile.rows, taps)
+        text += _sums(f"INPUT_SUMS_{taps}", matrices.inputs, "x", "z")
+        text += _sums(f"OUTPUT_SUMS_{taps}", matrices.outputs, "z", "y")
+    text += table("START_H", [phase.taps[0].offset - layout.height.rows[0] for phase in height])
+    sums = [(phase.taps[0].offset, pair_sums(len(phase.taps))) for phase in depth]
+    text += table("PARTS_D", [len(parts) for _, parts in sums])
+    text += table("ROW_A_D", [[start + part.a for part in parts] for start, parts in sums])
+    text += table("ROW_B_D", [[start + part.b for part in parts] for start, parts in sums])
+    text += table("SIGN_D", [[part.sign for part in parts] for _, parts in sums])
+    second = [transform(2, len(phase.taps)).outputs[1] for phase in depth]
+    return text + table("NEGATE_D", [[int(factor < 0) for factor in row] for row in second])

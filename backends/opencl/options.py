@@ -11,6 +11,7 @@ from dispatcher.errors import InputError
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
 LINES = ("rows", "flat")
+WINOGRAD_ROWS = ("2", "3")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Options:
         tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
         box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
         line: ``rows`` or ``flat`` (direct and winograd); see :mod:`backends.opencl.tiles`.
+        rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
     """
 
@@ -29,6 +31,7 @@ class Options:
     tile: str | None = None
     box: str | None = None
     line: str | None = None
+    rows: str | None = None
     tuned: str | None = None
 
     @staticmethod
@@ -49,6 +52,12 @@ class Options:
             raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
         if parsed.line is not None and parsed.line not in LINES:
             raise InputError(f"line is {parsed.line!r}; expected one of {', '.join(LINES)}")
+        if parsed.rows is not None and parsed.rows not in WINOGRAD_ROWS:
+            raise InputError(f"rows is {parsed.rows!r}; expected one of {', '.join(WINOGRAD_ROWS)}")
+        if parsed.rows is not None and parsed.algorithm != "winograd":
+            raise InputError(
+                f"rows is {parsed.rows!r} with algorithm {parsed.algorithm!r}; only algorithm winograd has it"
+            )
         if parsed.tuned not in (None, "ignore"):
             raise InputError(f"tuned is {parsed.tuned!r}; expected ignore")
         for name in ("tile", "box"):

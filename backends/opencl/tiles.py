@@ -43,7 +43,8 @@ class Tile:
         box_d: positions along depth that a work item owns.
         box_h: positions along height that a work item owns.
         flat: rows of a line follow each other without alignment.
-        winograd: the core computes pairs of rows along depth and height (F(2, n)); boxes are even then.
+        rows: rows along height that a Winograd transform F(rows, n) yields at once, 2 or 3; boxes hold multiples
+            of it, and pairs along depth, where the transform is F(2, n). 1 stands for the direct core.
     """
 
     vec: int
@@ -52,7 +53,12 @@ class Tile:
     box_d: int
     box_h: int
     flat: bool
-    winograd: bool = False
+    rows: int = 1
+
+    @property
+    def winograd(self) -> bool:
+        """Whether the core is Winograd's."""
+        return self.rows > 1
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,13 @@ class LineLayout:
 
     @property
     def lines_h(self) -> int:
-        """Lines that a box's rows along height are dealt out to: 1, or 2 for the rows of a Winograd tile."""
-        return 2 if self.tile.winograd else 1
+        """Lines that a box's rows along height are dealt out to: those of a Winograd tile go to one each."""
+        return self.tile.rows
+
+    @property
+    def step_d(self) -> int:
+        """Planes along depth that the core computes before the fused steps work on them: all, or a Winograd pair."""
+        return 2 if self.tile.winograd else self.tile.box_d
 
     @property
     def line_rows(self) -> int:
@@ -221,7 +232,7 @@ class LineLayout:
             - min(0, low)
         )
         if self.tile.winograd:
-            parts = max(len(phase.taps) + 1 for phase in self.geometry.height.phases)
+            parts = self.geometry.height.most_taps + self.tile.rows - 1
             lines = parts * self.plane
         else:
             lines = len(self.depth.rows) * self.plane
@@ -235,7 +246,7 @@ class LineLayout:
     @cached_property
     def lines_size(self) -> int:
         """Result lines of one (rd, rh)."""
-        lines = self.tile.box_d * self.lines_h * self.line_channels
+        lines = self.step_d * self.lines_h * self.line_channels
         return round_up(lines * self.geometry.width.stride * self.line, 16)
 
     @property
@@ -286,6 +297,11 @@ class LineLayout:
             -(-self.positions[1] // self.tile.box_h),
         )
 
+    @property
+    def filled(self) -> float:
+        """Share of the rows along height of all boxes that the Winograd core computes."""
+        return round_up(self.positions[1], self.tile.rows) / (self.boxes[1] * self.tile.box_h)
+
 
 def box_unit(axis: AxisGeometry, window: int) -> int:
     """Fewest positions along ``axis`` whose outputs are whole windows."""
@@ -302,7 +318,9 @@ class DeviceClass:
         vector_load: cost of loading a vector from any address, in vector multiply-adds.
         broadcast: cost of loading one number into all lanes.
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
-        winograd_tiles: the same for the Winograd core, which holds the tiles of up to four components at once.
+        winograd_tiles: the same for the Winograd core.
+        winograd_accumulators: vectors that the register tiles of all height components of the Winograd core,
+            which are held at once, may take.
     """
 
     name: str
@@ -311,10 +329,19 @@ class DeviceClass:
     broadcast: float
     register_tiles: tuple[tuple[int, int], ...]
     winograd_tiles: tuple[tuple[int, int], ...]
+    winograd_accumulators: int
 
-    def tiles(self, winograd: bool) -> tuple[tuple[int, int], ...]:
-        """Register tiles of one core."""
-        return self.winograd_tiles if winograd else self.register_tiles
+    def tiles(self, rows: int, taps: int) -> tuple[tuple[int, int], ...]:
+        """Register tiles of one core.
+
+        Args:
+            rows: as in :class:`Tile`.
+            taps: the most taps of a phase along height.
+        """
+        if rows == 1:
+            return self.register_tiles
+        parts = taps + rows - 1
+        return tuple((c, w) for c, w in self.winograd_tiles if c * w * parts <= self.winograd_accumulators)
 
     def tile_cost(self, channels: int, width: int) -> float:
         """One input channel and tap of a register tile, in vector multiply-adds.
@@ -336,6 +363,7 @@ def device_classes() -> tuple[DeviceClass, ...]:
             entry["broadcast"],
             tuple((c, w) for c, w in entry["register_tiles"]),
             tuple((c, w) for c, w in entry["winograd_tiles"]),
+            entry["winograd_accumulators"],
         )
         for entry in json.loads(text)["classes"]
     )
@@ -356,6 +384,7 @@ TRANSFORM_COST = 1.0
 def work(layout: LineLayout, device: DeviceClass) -> float:
     """Cost of one box without the fused steps: products, and what packing and transforms add.
 
+    The average over all boxes along height: the Winograd core leaves out tile rows beyond the last position.
     An estimate in units of one vector multiply-add, for comparing tiles and algorithms of one geometry.
     """
     g, tile = layout.geometry, layout.tile
@@ -379,13 +408,14 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     products = transforms = 0.0
     for d in g.depth.phases:
         for h in g.height.phases:
-            parts_d, parts_h = len(d.taps) + 1, len(h.taps) + 1
+            parts_d, parts_h = len(d.taps) + 1, len(h.taps) + tile.rows - 1
             products += parts_d * parts_h * taps_w * line * group_ic
-            rows = 3 * len(layout.height.rows) + 3 * parts_h * layout.line_rows
-            # Per depth component each result of two rows by two rows is added to its line about 1.5 times.
-            inverse = channels * g.width.stride * vectors * 6
+            # A component's row is a sum of about ``rows`` rows, and stored.
+            rows = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
+            # Per depth component each result is a sum of about ``rows`` components, added to its line, 1.5 times.
+            inverse = channels * g.width.stride * vectors * 1.5 * tile.rows**2
             transforms += parts_d * (g.in_channels * rows * row_vectors + inverse)
-    return tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
+    return layout.filled * tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
 
 
 @dataclass(frozen=True)
@@ -395,6 +425,7 @@ class Wanted:
     register_tile: tuple[int, int] | None = None
     box: tuple[int, int] | None = None
     flat: bool | None = None
+    rows: int | None = None
 
 
 def imbalance(items: int, units: int) -> float:
@@ -403,6 +434,45 @@ def imbalance(items: int, units: int) -> float:
     The last round leaves units idle: 40 items on 64 units take as long as 64, 65 items as long as 128.
     """
     return -(-items // units) * units / items
+
+
+#: The m of the transforms F(m, n) along height. F(4, n) would save more, but its errors come close to what
+#: ``dispatcher verify`` allows.
+WINOGRAD_ROWS = (2, 3)
+#: With fewer input channels a group Winograd is not chosen, nor more than two rows at once where it is asked for:
+#: the transforms cost what the products save, and an output with few products shows its neighbours' rounding.
+WINOGRAD_CHANNELS = 16
+
+
+def winograd_rows(geometry: ConvGeometry) -> tuple[int, ...]:
+    """The m that are chosen from for F(m, n) along height."""
+    few = geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS
+    return WINOGRAD_ROWS[:1] if few else WINOGRAD_ROWS
+
+
+def _units(geometry: ConvGeometry, fold: Fold | None, rows: int) -> tuple[int, int]:
+    """What a box's positions along depth and height are multiples of: whole windows and whole Winograd tiles."""
+    window = fold.window if fold is not None else (1, 1, 1)
+    return (
+        math.lcm(min(rows, 2), box_unit(geometry.depth, window[0])),
+        math.lcm(rows, box_unit(geometry.height, window[1])),
+    )
+
+
+def _boxes(
+    geometry: ConvGeometry, fold: Fold | None, vec: int, rows: int, wanted: tuple[int, int] | None
+) -> list[tuple[int, int]]:
+    """Boxes to choose from, the smallest first; ``wanted`` alone if given, and none where it is not legal."""
+    unit_d, unit_h = _units(geometry, fold, rows)
+    if wanted is not None:
+        return [] if wanted[0] % unit_d or wanted[1] % unit_h else [wanted]
+    depth, height, _ = LineLayout(geometry, fold, Tile(vec, 1, 1, unit_d, unit_h, False, rows)).positions
+    # A box is of no use where the next smaller one holds all positions.
+    return [
+        (unit_d * d, unit_h * h)
+        for d, h in product((1, 2, 4), range(1, 17))
+        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
+    ]
 
 
 def ranked_tiles(
@@ -424,40 +494,47 @@ def ranked_tiles(
     time that they wait counts as work.
 
     Raises:
-        InputError: a box that is asked for does not hold whole windows or pairs of rows.
+        InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
     """
-    register_tiles = device.tiles(winograd) if wanted.register_tile is None else (wanted.register_tile,)
-    window = fold.window if fold is not None else (1, 1, 1)
-    pair = 2 if winograd else 1
-    unit_d = math.lcm(pair, box_unit(geometry.depth, window[0]))
-    unit_h = math.lcm(pair, box_unit(geometry.height, window[1]))
-    depth, height, _ = LineLayout(geometry, fold, Tile(vec, 1, 1, unit_d, unit_h, False, winograd)).positions
-    # A box is of no use where the next smaller one holds all positions.
+    rows_choices: tuple[int, ...] = (1,)
+    if winograd:
+        rows_choices = winograd_rows(geometry) if wanted.rows is None else (wanted.rows,)
     boxes = [
-        (unit_d * d, unit_h * h)
-        for d, h in product((1, 2, 4), range(1, 17))
-        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
+        (number == 0, box, rows)
+        for rows in rows_choices
+        for number, box in enumerate(_boxes(geometry, fold, vec, rows, wanted.box))
     ]
-    if wanted.box is not None:
-        if wanted.box[0] % unit_d or wanted.box[1] % unit_h:
-            raise InputError(
-                f"box is {wanted.box[0]}x{wanted.box[1]}; expected multiples of {unit_d}x{unit_h} for this operator"
-            )
-        boxes = [wanted.box]
+    if not boxes:
+        assert wanted.box is not None
+        unit_d, unit_h = _units(geometry, fold, rows_choices[0])
+        raise InputError(
+            f"box is {wanted.box[0]}x{wanted.box[1]}; expected multiples of {unit_d}x{unit_h} for this operator"
+        )
     forms = (False, True) if wanted.flat is None else (wanted.flat,)
-    ranked: list[tuple[float, tuple[bool, int, int], Tile]] = []
-    for (number, box), (thread_c, thread_w), flat in product(enumerate(boxes), register_tiles, forms):
-        tile = Tile(vec, thread_c, thread_w, *box, flat, winograd)
+    register_tiles = {
+        rows: device.tiles(rows, geometry.height.most_taps)
+        if wanted.register_tile is None
+        else (wanted.register_tile,)
+        for rows in rows_choices
+    }
+    ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
+    for smallest, box, rows, (number, register_tile), flat in (
+        (*each, numbered, flat)
+        for each in boxes
+        for numbered in enumerate(register_tiles[each[2]])
+        for flat in forms
+    ):
+        tile = Tile(vec, *register_tile, *box, flat, rows)
         layout = LineLayout(geometry, fold, tile)
         size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
         fits = size <= cache_bytes
-        if fits or number == 0:
+        if fits or smallest:
             items = layout.boxes[0] * layout.boxes[1]
             cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), units)
-            preference = (flat, register_tiles.index((thread_c, thread_w)), size)
+            preference = (rows, flat, number, size)
             ranked.append((cost if fits else 1.5 * cost, preference, tile))
-    # Within the error of the estimates aligned rows win, then the class's order of register tiles, then the box
-    # that leaves most of the cache to the rest.
+    # Within the error of the estimates fewer rows at once win, which round less, then aligned rows, then the
+    # class's order of register tiles, then the box that leaves most of the cache to the rest.
     near = NEARLY_EQUAL * min(cost for cost, _, _ in ranked)
     ranked.sort(key=lambda entry: (0.0, *entry[1]) if entry[0] <= near else (entry[0], *entry[1]))
     return [(cost, tile) for cost, _, tile in ranked]

@@ -13,7 +13,7 @@ from dispatcher.filecache import FileCache
 from dispatcher.geometry import ConvGeometry
 
 #: Changes when the meaning of an option does; older results are then left alone.
-SCHEMA = 1
+SCHEMA = 2
 RESULTS = FileCache("tuning")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from backends.opencl import lines, tuned
 from backends.opencl.fusion import LineFusion, sort_epilogue
 from backends.opencl.options import Options
 from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.tiles import Fold, device_class
+from backends.opencl.tiles import Fold, device_class, winograd_rows
 from dispatcher.geometry import ConvGeometry
 from dispatcher.operator import Operator
 from dispatcher.planner import plan
@@ -34,7 +35,7 @@ def _real(operator: Operator) -> np.dtype[np.floating]:
 
 
 def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str]]:
-    """Options to measure: the untuned default, then algorithms, register tiles, and the best boxes of each.
+    """Options to measure: the untuned default, then algorithms, Winograd's rows, register tiles, best boxes of each.
 
     Tiles are ranked for the operator's first convolution. Empty where nothing can be tuned.
     """
@@ -47,12 +48,14 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
     for algorithm in ("direct", "winograd"):
         if algorithm == "winograd" and lines.no_transform(geometry) is not None:
             continue
-        for c, w in device_class(facts.vec).tiles(algorithm == "winograd"):
-            options = Options(algorithm, tile=f"{c}x{w}")
-            ranked = lines.ranked(geometry, fold, facts, real, options, winograd=algorithm == "winograd")
-            for _, tile in ranked[:BOXES]:
-                box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
-                found.append(Options(algorithm, f"{c}x{w}", box, line).given())
+        for rows in winograd_rows(geometry) if algorithm == "winograd" else (1,):
+            fixed = Options(algorithm, rows=str(rows)) if rows > 1 else Options(algorithm)
+            for c, w in device_class(facts.vec).tiles(rows, geometry.height.most_taps):
+                options = replace(fixed, tile=f"{c}x{w}")
+                ranked = lines.ranked(geometry, fold, facts, real, options, winograd=rows > 1)
+                for _, tile in ranked[:BOXES]:
+                    box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
+                    found.append(replace(options, box=box, line=line).given())
     return found
 
 

@@ -12,8 +12,8 @@
 //
 // Who owns what: a work-group is one work-item, a persistent worker that takes items from a shared counter. An item is a box of
 // BOX_D x BOX_H positions along depth and height, all of width, all phases, all output channels:
-//   1. The core fills, for each (rd, rh), lines [BOX_D][LINES_H][channel][rw][LINE]. A line holds the rows jh, jh + LINES_H, ...
-//      of the box, ROW apart, so that short rows can share vectors.
+//   1. The core fills, for each (rd, rh) and STEP_D planes at a time, lines [STEP_D][LINES_H][channel][rw][LINE]. A line holds the
+//      rows jh, jh + LINES_H, ... of the box, ROW apart, so that short rows can share vectors.
 //   2. Stages: each fused step works on whole lines in cache: pointwise work rides on the store of the stage before it, layer
 //      norm and channel sums run lane by lane, pools fold lines of one window together.
 //   3. Store: phases along width are interleaved and rows written whole.
@@ -78,23 +78,24 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
     fold_clear(pooled);
 #endif
     for (int rd = 0; rd < STRIDE_D; rd++)
-      for (int rh = 0; rh < STRIDE_H; rh++) {
-        convolve(base, image, first_d, first_h, rd, rh, weights, lines, operands, &poison);
-        for (int j = 0; j < BOX_D * LINES_H; j++) {
-          global REAL *line = lines + (size_t)j * (LINE_CHANNELS * STRIDE_W * LINE);
-          STAGES_BEFORE_FOLD(line);
-          for (int i = 0; i < BOX_H / LINES_H; i++) {
-            const int md = j / LINES_H, mh = i * LINES_H + j % LINES_H;
+      for (int rh = 0; rh < STRIDE_H; rh++)
+        for (int step = 0; step < BOX_D; step += STEP_D) {
+          convolve(base, image, first_d, first_h, rd, rh, step, weights, lines, operands, &poison);
+          for (int j = 0; j < STEP_D * LINES_H; j++) {
+            global REAL *line = lines + (size_t)j * (LINE_CHANNELS * STRIDE_W * LINE);
+            STAGES_BEFORE_FOLD(line);
+            for (int i = 0; i < BOX_H / LINES_H; i++) {
+              const int md = step + j / LINES_H, mh = i * LINES_H + j % LINES_H;
 #if USE_FOLD
-            // Rows that no whole window holds fall into window rows beyond the output and are never stored.
-            const int window_d = (md * STRIDE_D + rd) / WINDOW_D, window_h = (mh * STRIDE_H + rh) / WINDOW_H;
-            fold_row(pooled + (size_t)window_d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE) + window_h * FOLD_ROW, line + i * ROW);
+              // Rows that no whole window holds fall into window rows beyond the output and are never stored.
+              const int window_d = (md * STRIDE_D + rd) / WINDOW_D, window_h = (mh * STRIDE_H + rh) / WINDOW_H;
+              fold_row(pooled + (size_t)window_d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE) + window_h * FOLD_ROW, line + i * ROW);
 #else
-            store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, line + i * ROW);
+              store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, line + i * ROW);
 #endif
+            }
           }
         }
-      }
 #if USE_FOLD
     for (int d = 0; d < FOLD_BOX_D; d++) {
       global REAL *line = pooled + (size_t)d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE);

@@ -42,8 +42,8 @@ static void begin_box(global REAL *restrict scratch, global const REAL *restrict
 // All phases along width of the rows of one (rd, rh): lines [BOX_D][LINE_CHANNELS][STRIDE_W][LINE].
 // A ragged last tile writes past its group; the next group overwrites that, and LINE_CHANNELS leaves room behind the last one.
 static void convolve(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                     const int rd, const int rh, global const REAL *restrict weights, global REAL *restrict lines,
-                     global const REAL *restrict operands, real_v *poison) {
+                     const int rd, const int rh, const int step, global const REAL *restrict weights,
+                     global REAL *restrict lines, global const REAL *restrict operands, real_v *poison) {
   global const REAL *packed = scratch + LEAD;
   for (int rw = 0; rw < STRIDE_W; rw++) {
     const int tile_weights = TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C);

@@ -1,19 +1,20 @@
-// One register tile of the Winograd core, included once for each width TILE_W (vectors along the line) and number of height
-// components PARTS that occur.
+// One register tile of the Winograd core, included once for each width TILE_W (vectors along the line) and number of TAPS of a
+// phase along height that occur.
 //
 //   z[b][c][lane] = sum over taps tw along width and input channels i of  w[b][tw][i][c] * v[b][i][lane + offset(tw)]
 //
 // for each height component b, then the inverse transform along height, and the results added to the lines of the two rows along
-// depth: component `part` of the depth transform enters row 0 unless it is the last, row 1 unless it is the first (negated from
-// the third on). The same products as in conv_tile.cl, with the taps along depth and height gone into the transforms.
+// depth: component `part` of the depth transform enters row 0 unless it is the last, row 1 unless it is the first (negated where
+// NEGATE_D says so). The same products as in conv_tile.cl, with the taps along depth and height gone into the transforms.
 //
 // Args:
 //   v        lines of height component 0, at the group's first channel and the tile's first position
 //   w        packed weights: [height component][KW taps][IC/groups][THREAD_C]
-//   line     lines of row 0: line[((jd*2 + jh)*LINE_CHANNELS + c)*STRIDE_W*LINE + lane]
+//   line     lines of row 0: line[((jd*LINES_H + jh)*LINE_CHANNELS + c)*STRIDE_W*LINE + lane]
 //   poison   becomes NaN when a result is not finite
-#define WINOGRAD_TILE PASTE(winograd_tile_, PASTE(PARTS, PASTE(x, TILE_W)))
-static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global const REAL *restrict w, const int parts_d,
+#define WINOGRAD_TILE PASTE(winograd_tile_, PASTE(TAPS, PASTE(x, TILE_W)))
+#define PARTS (TAPS + LINES_H - 1)
+static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global const REAL *restrict w, const int rd,
                           const int part, global REAL *restrict line, global const REAL *restrict operands, const int channel,
                           real_v *poison) {
   real_v z[PARTS][THREAD_C][TILE_W];
@@ -25,7 +26,7 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
       for (int j = 0; j < TILE_W; j++) z[b][c][j] = SPLAT(R(0.0));
 #pragma unroll 1
     for (int tw = 0; tw < TAPS_W[rw]; tw++) {
-      global const REAL *restrict vr = v + b * (IC * CHANNEL) + OFFSET_W[rw][tw];
+      global const REAL *restrict vr = v + b * PLANE + OFFSET_W[rw][tw];
 #pragma unroll 1
       for (int i = 0; i < GROUP_IC; i++) {
         real_v vv[TILE_W];
@@ -44,26 +45,23 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
   }
 #pragma unroll
   for (int jd = 0; jd < 2; jd++) {
-    if (part < jd || part > parts_d - 2 + jd) continue;
-    const bool first = part == jd, last = part == parts_d - 2 + jd, negative = jd == 1 && part >= 2;
+    if (part < jd || part > PARTS_D[rd] - 2 + jd) continue;
+    const bool first = part == jd, last = part == PARTS_D[rd] - 2 + jd, negative = jd == 1 && NEGATE_D[rd][part];
 #pragma unroll
-    for (int c = 0; c < THREAD_C; c++)
-#pragma unroll
-      for (int j = 0; j < TILE_W; j++) {
-        real_v row[2];
-#if PARTS == 2
-        row[0] = z[0][c][j];
-        row[1] = z[1][c][j];
-#elif PARTS == 3
-        row[0] = z[0][c][j] + z[1][c][j];
-        row[1] = z[1][c][j] - z[2][c][j];
-#else
-        row[0] = z[0][c][j] + z[1][c][j] + z[2][c][j];
-        row[1] = z[1][c][j] - z[2][c][j] - z[3][c][j];
+    for (int c = 0; c < THREAD_C; c++) {
+#if GROUP_OC % THREAD_C
+      // What a ragged last tile has beyond its group is not its own: the next group's sums may be under way there.
+      if (channel % GROUP_OC + c >= GROUP_OC) continue;
 #endif
 #pragma unroll
-        for (int jh = 0; jh < 2; jh++) {
-          global REAL *target = line + ((size_t)(jd * 2 + jh) * LINE_CHANNELS + c) * (STRIDE_W * LINE) + j * VEC;
+      for (int j = 0; j < TILE_W; j++) {
+        real_v zc[PARTS], row[LINES_H];
+#pragma unroll
+        for (int b = 0; b < PARTS; b++) zc[b] = z[b][c][j];
+        PASTE(OUTPUT_SUMS_, TAPS)(zc, row);
+#pragma unroll
+        for (int jh = 0; jh < LINES_H; jh++) {
+          global REAL *target = line + ((size_t)(jd * LINES_H + jh) * LINE_CHANNELS + c) * (STRIDE_W * LINE) + j * VEC;
           real_v value = negative ? -row[jh] : row[jh];
           if (!first) value += LOAD_V(target);
           if (last) {
@@ -73,6 +71,8 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
           STORE_V(value, target);
         }
       }
+    }
   }
 }
 #undef WINOGRAD_TILE
+#undef PARTS
