@@ -369,7 +369,7 @@ class _Rules:
     ) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
-        # Winograd transforms add and subtract two or three numbers, before and after, on the axes where a phase
+        # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
         # has several taps.
         transformed = [axis.most_taps > 1 for axis in step.geometry.axes]
         unit = self.arithmetic.sum_of(terms + 3 * sum(transformed)) + 2.0 * self.arithmetic.product
