@@ -214,7 +214,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], A
                 x, weight, bias, strides, padding, output_padding, groups, dilation
             )
         case Pointwise(function="gelu"):
-            return F.gelu
+            return lambda x: F.gelu(x)  # noqa: PLW0108 - typed whether PyTorch is installed or not
         case Pointwise(function="clamp"):
             low, high = (scalar(operand) for operand in step.arguments)
             return lambda x: torch.clamp(x, low, high)
