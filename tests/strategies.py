@@ -143,6 +143,27 @@ def thorough(examples: int) -> settings:
 
 
 # ---- problems out of shapes --------------------------------------------------------------------------------
+#: A matrix product over channels with every kind of parameter: two factors, one for each channel and one for all.
+SCALED_PRODUCT: dict[str, Any] = {
+    "name": "scaled-product",
+    "title": "Product over channels, scaled",
+    "parameters": [
+        {"name": "input", "type": "tensor", "const": True, "shape": ["n", "ic", "d", "h", "w"]},
+        {"name": "weights", "type": "tensor", "const": True, "shape": ["ic", "oc", 1, 1, 1]},
+        {"name": "scale", "type": "tensor", "const": True, "shape": [1, "oc", 1, 1, 1]},
+        {"name": "output", "type": "tensor", "const": False},
+        *({"name": name, "type": "size_t"} for name in ("n", "ic", "oc", "d", "h", "w")),
+        {"name": "factor", "type": "double"},
+    ],
+    "pipeline": [
+        {"op": "conv_transpose3d", "weight": "weights"},
+        {"op": "scale", "by": "scale"},
+        {"op": "scale", "by": "factor"},
+    ],
+    "cases": {"sample": {"n": 2, "ic": 5, "oc": 7, "d": 2, "h": 3, "w": 5, "factor": -1.25}},
+}
+
+
 def problem_of(shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any]) -> Problem:
     """A problem whose tensors have these shapes, the first one being the pipeline's input.
 

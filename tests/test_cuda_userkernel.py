@@ -22,28 +22,11 @@ from dispatcher.judging import Judgement, verify_kernel
 from dispatcher.loader import load_problem
 from dispatcher.userkernel import Kind, UserKernel
 from tests import children, cudasim
+from tests.strategies import SCALED_PRODUCT as PROBLEM
 
 GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "your-kernel.md").read_text(encoding="utf-8")
 KERNEL, HOST = re.findall(r"```cuda\n(.*?)```", GUIDE, re.DOTALL)
 
-PROBLEM = {
-    "name": "scaled",
-    "title": "Product over channels, scaled by a tensor and a number",
-    "parameters": [
-        {"name": "input", "type": "tensor", "const": True, "shape": ["n", "ic", "d", "h", "w"]},
-        {"name": "weights", "type": "tensor", "const": True, "shape": ["ic", "oc", 1, 1, 1]},
-        {"name": "scale", "type": "tensor", "const": True, "shape": [1, "oc", 1, 1, 1]},
-        {"name": "output", "type": "tensor", "const": False},
-        *({"name": name, "type": "size_t"} for name in ("n", "ic", "oc", "d", "h", "w")),
-        {"name": "factor", "type": "double"},
-    ],
-    "pipeline": [
-        {"op": "conv_transpose3d", "weight": "weights"},
-        {"op": "scale", "by": "scale"},
-        {"op": "scale", "by": "factor"},
-    ],
-    "cases": {"sample": {"n": 2, "ic": 5, "oc": 7, "d": 2, "h": 3, "w": 5, "factor": -1.25}},
-}
 PARAMETERS = (
     "(const REAL* input, const REAL* weights, const REAL* scale, REAL* output, size_t n, size_t ic, size_t oc, "
     "size_t d, size_t h, size_t w, double factor)"

@@ -33,30 +33,11 @@ from dispatcher.selection import backend_devices
 from dispatcher.userkernel import OTHER_MARGIN, UserKernel
 from tests import children
 from tests.strategies import REQUIRED
+from tests.strategies import SCALED_PRODUCT as PROBLEM
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "your-kernel.md").read_text(encoding="utf-8")
 SOURCE = re.findall(r"```c\n(.*?)```", GUIDE, re.DOTALL)[0]
-
-#: A matrix product over channels with every kind of parameter: two factors, one for each channel and one for all.
-PROBLEM = {
-    "name": "scaled-product",
-    "title": "Product over channels, scaled",
-    "parameters": [
-        {"name": "input", "type": "tensor", "const": True, "shape": ["n", "ic", "d", "h", "w"]},
-        {"name": "weights", "type": "tensor", "const": True, "shape": ["ic", "oc", 1, 1, 1]},
-        {"name": "scale", "type": "tensor", "const": True, "shape": [1, "oc", 1, 1, 1]},
-        {"name": "output", "type": "tensor", "const": False},
-        *({"name": name, "type": "size_t"} for name in ("n", "ic", "oc", "d", "h", "w")),
-        {"name": "factor", "type": "double"},
-    ],
-    "pipeline": [
-        {"op": "conv_transpose3d", "weight": "weights"},
-        {"op": "scale", "by": "scale"},
-        {"op": "scale", "by": "factor"},
-    ],
-    "cases": {"sample": {"n": 2, "ic": 5, "oc": 7, "d": 2, "h": 3, "w": 5, "factor": -1.25}},
-}
 PRODUCT = """
 #ifndef READ
 #define READ(p, i) (p)[i]
