@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from backends.cuda import BACKEND, driver, lowering, tiles  # noqa: E402
+from backends.cuda import BACKEND, driver, fusion, tiles  # noqa: E402
 from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher import problems  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
@@ -41,7 +41,7 @@ SCHEMA = 1
 @contextmanager
 def forced(tile: HaloTile | None, seen: list[tuple[HaloTile, float]] | None = None) -> Iterator[None]:
     """Let convolutions take ``tile``, or note all that could be taken, with estimates, in ``seen``."""
-    choose = lowering.halo_tile
+    choose = fusion.halo_tile
 
     def instead(task: HaloTask) -> HaloTile | None:
         best = choose(task)
@@ -49,11 +49,11 @@ def forced(tile: HaloTile | None, seen: list[tuple[HaloTile, float]] | None = No
             seen[:] = sorted(tiles.estimates(task), key=lambda item: item[1])
         return best if tile is None or best is None else tile
 
-    lowering.halo_tile = instead
+    fusion.halo_tile = instead
     try:
         yield
     finally:
-        lowering.halo_tile = choose
+        fusion.halo_tile = choose
 
 
 def one_of_each_kind(found: list[tuple[HaloTile, float]], count: int) -> list[tuple[HaloTile, float]]:

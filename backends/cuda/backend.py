@@ -9,7 +9,8 @@ from typing import Any
 
 from backends.cuda import driver, roofline, toolkit
 from backends.cuda.executable import CudaExecutable
-from backends.cuda.lowering import Options, Program, Target, lower
+from backends.cuda.fusion import Options, Target
+from backends.cuda.lowering import Program, lower
 from backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, Roofline
@@ -19,6 +20,7 @@ from dispatcher.userkernel import LoadedKernel, UserKernel
 _LARGEST_EXTENT = 2**31 - 1
 #: Values of the option ``algorithm``.
 ALGORITHMS = ("auto", "halo", "fma")
+PROLOGUES = ("auto", "fused", "separate")
 
 
 class CudaBackend:
@@ -78,8 +80,9 @@ class CudaBackend:
         """Build ``operator`` for ``device``.
 
         Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of
-        voxels ``(z, y, x)`` for the tensor-core kernel) and ``stream`` (a ``cudaStream_t`` as an integer,
-        whose work each call waits for).
+        voxels ``(z, y, x)`` for the tensor-core kernel), ``prologue`` (``auto``; ``fused`` or ``separate``: where
+        steps before a convolution run) and ``stream`` (a ``cudaStream_t`` as an integer, whose work each call
+        waits for).
 
         Raises:
             InputError: an option is unknown or has a wrong value.
@@ -123,7 +126,7 @@ def _opened(device: Device) -> tuple[driver.Context, toolkit.Toolkit]:
 
 
 def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
-    known = ("algorithm", "stream", "tile")
+    known = ("algorithm", "prologue", "stream", "tile")
     for name in options:
         if name not in known:
             raise InputError(
@@ -132,6 +135,9 @@ def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
     algorithm = options.get("algorithm", "auto")
     if algorithm not in ALGORITHMS:
         raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+    prologue = options.get("prologue", "auto")
+    if prologue not in PROLOGUES:
+        raise InputError(f"prologue is {prologue!r}; expected one of {', '.join(PROLOGUES)}")
     tile = options.get("tile")
     if tile is not None and (
         not isinstance(tile, Sequence) or len(tile) != 3 or not all(type(n) is int and n > 0 for n in tile)
@@ -140,7 +146,7 @@ def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
     stream = options.get("stream")
     if stream is not None and (type(stream) is not int or stream < 0):
         raise InputError(f"stream is {stream!r}; expected a cudaStream_t as an integer")
-    return Options(algorithm, None if tile is None else (tile[0], tile[1], tile[2])), stream
+    return Options(algorithm, None if tile is None else (tile[0], tile[1], tile[2]), prologue), stream
 
 
 def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[int, int]) -> str | None:

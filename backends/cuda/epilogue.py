@@ -10,38 +10,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from backends.cuda.chains import MAX_STAGES, refuses
 from backends.cuda.tiles import MAX_BLOCK_N
 from dispatcher.steps import (
     ConvTranspose3d,
     Normalize,
-    Operand,
     Pointwise,
     Pool,
     Reduce,
     ScalarOperand,
     Softmax,
     Step,
-    TensorOperand,
 )
-
-#: Vocabulary function to operation, as in ``chain.cuh``.
-OPERATIONS = {
-    "add": 1,
-    "subtract": 2,
-    "scale": 3,
-    "clamp": 4,
-    "gelu": 5,
-    "relu": 6,
-    "leaky_relu": 7,
-    "sigmoid": 8,
-    "tanh": 9,
-    "silu": 10,
-    "softplus": 11,
-    "hardswish": 12,
-}
-LAYER_NORM = 32
-_BY_CHANNEL = 64  # this bit for operand a, the next one for b
-MAX_STAGES = 8
 
 #: Most phases that one block works through.
 MAX_FOLDED_PHASES = 512
@@ -79,20 +59,14 @@ class Epilogue:
         return (1, 1, 1) if self.pool is None else self.pool.window
 
 
-def _per_channel(operand: Operand, channels: int) -> bool:
-    return isinstance(operand, ScalarOperand) or (
-        isinstance(operand, TensorOperand) and operand.per_channel and operand.shape[1] == channels
-    )
-
-
 def _append(epilogue: Epilogue, step: Step) -> Epilogue | str:
     behind = epilogue.fold is not None or epilogue.softmax
-    chain = epilogue.second if behind else epilogue.first
-    if len(chain) == MAX_STAGES:
+    steps = epilogue.second if behind else epilogue.first
+    if len(steps) == MAX_STAGES:
         return f"a chain holds {MAX_STAGES} operations at most"
     if behind:
-        return replace(epilogue, second=(*chain, step))
-    return replace(epilogue, first=(*chain, step))
+        return replace(epilogue, second=(*steps, step))
+    return replace(epilogue, first=(*steps, step))
 
 
 def _whole_rows(convolution: ConvTranspose3d) -> str | None:
@@ -118,9 +92,7 @@ def extend(epilogue: Epilogue, convolution: ConvTranspose3d, step: Step, residen
         return "only a sum over channels follows a second pooling"
     match step:
         case Pointwise():
-            if not all(_per_channel(operand, channels) for operand in step.arguments):
-                return f"an operand of {step.op} is neither a number nor one value a channel"
-            return _append(epilogue, step)
+            return refuses(step, channels) or _append(epilogue, step)
         case Normalize():
             if step.axes != (1,) or step.groups != 1:
                 return f"{step.op} works over more than the channels of a voxel"
@@ -165,23 +137,3 @@ def _softmax(epilogue: Epilogue, step: Softmax, resident: bool) -> Epilogue | st
     if not math.isfinite(high.value) or high.value - low.value > MAX_CLAMP_RANGE or abs(high.value) > 1e4:
         return "the clamp is too wide for a softmax without its maximum"
     return replace(epilogue, softmax=True, bound=high.value)
-
-
-def chain(steps: tuple[Step, ...]) -> int:
-    """The operations of ``steps`` as the kernels read them: one byte each, the first one lowest; see chain.cuh."""
-    code = 0
-    for place, step in enumerate(steps):
-        operation = OPERATIONS[step.function] if isinstance(step, Pointwise) else LAYER_NORM
-        for bit, operand in enumerate(operands(step)):
-            if isinstance(operand, TensorOperand):
-                operation |= _BY_CHANNEL << bit
-        code |= operation << (8 * place)
-    return code
-
-
-def operands(step: Step) -> tuple[Operand | None, ...]:
-    """Operands a and b of a step in a chain; eps of a layer norm is not among them."""
-    if isinstance(step, Normalize):
-        return (step.weight, step.bias)
-    assert isinstance(step, Pointwise)
-    return step.operands

@@ -15,10 +15,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.cuda import epilogue as epilogues
+from backends.cuda import chains
+from backends.cuda import prologue as prologues
 from backends.cuda.convolution import fma_tables, halo_tables
 from backends.cuda.epilogue import Epilogue
-from backends.cuda.tiles import FmaTile, HaloTask, HaloTile, Triple, fma_tile, halo_tile
+from backends.cuda.fusion import CudaFusion, Options, Target, positions_of
+from backends.cuda.prologue import NO_PROLOGUE, Prologue
+from backends.cuda.tiles import FmaTile, fma_tile
 from backends.cuda.toolkit import Kernel
 from dispatcher.interface import PlannedLaunch
 from dispatcher.operator import Operator
@@ -39,12 +42,9 @@ from dispatcher.steps import (
 
 MAX_GRID = 2**31 - 1
 _GENERAL_BLOCK = 256
-_UNROLLED_WINDOW = 64  # elements
-_MAX_HALO_PHASES = 64
 
 _C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
 _STAGE = np.dtype([("a_channels", "u8"), ("b_channels", "u8"), ("a", "f8"), ("b", "f8")], align=True)
-_STAGES = [("stages", _STAGE, 2 * epilogues.MAX_STAGES)]
 _PACK = np.dtype([("weight", "u8"), ("packed", "u8"), ("order", "u8"), ("count", "i8")], align=True)
 _OPERAND = np.dtype(
     [("data", "u8"), ("number", "f8"), ("stride", "i8", 5), ("wide", "i4"), ("pad", "i4")], align=True
@@ -72,14 +72,16 @@ _CONV = np.dtype(
      ("phase_count", "i8"), ("groups", "i4"), ("in_channels", "i4"), ("out_channels", "i4"),
      ("padded_channels", "i4"), ("channel_tiles", "i4"), ("term_count", "i4"), ("in", "i4", 3),
      ("positions", "i4", 3), ("out", "i4", 3), ("stride", "i4", 3), ("residues", "i4", 3),
-     ("axis_slots", "i4", 3), ("fold_maximum", "i4"), ("channel_sum", "i4"), *_STAGES],
+     ("axis_slots", "i4", 3), ("fold_maximum", "i4"), ("channel_sum", "i4"),
+     ("stages", _STAGE, 2 * chains.MAX_STAGES)],
     align=True,
 )  # fmt: skip
 _HALO = np.dtype(
-    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("passes", "u8"),
-     ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"),
-     ("channel_tiles", "i4"), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
-     ("stride", "i4", 3), ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"), *_STAGES],
+    [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("kept", "u8"),
+     ("passes", "u8"), ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"),
+     ("channel_tiles", "i4"), ("source", "i4", 3), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
+     ("stride", "i4", 3), ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"),
+     ("stages", _STAGE, 4 * chains.MAX_STAGES)],
     align=True,
 )  # fmt: skip
 _ROW_FUNCTIONS = {"normalize": 0, "softmax": 1, "sum": 2, "mean": 3, "max": 4, "log_sum_exp": 5}
@@ -178,106 +180,6 @@ class Program:
         return tuple(sorted(int(key) for key in written - {len(self.operator.steps)}))
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the lowering needs to know of a device.
-
-    Attributes:
-        architecture: compute capability as one number, such as 90.
-        shared_limit: bytes of shared memory that a block may have.
-        processors: multiprocessors.
-    """
-
-    architecture: int
-    shared_limit: int
-    processors: int
-
-
-@dataclass(frozen=True)
-class Options:
-    """Tuning choices: ``algorithm`` is ``auto``, ``halo`` or ``fma``; ``tile`` is a box ``(z, y, x)`` or
-    None."""
-
-    algorithm: str = "auto"
-    tile: Triple | None = None
-
-
-class CudaFusion:
-    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`."""
-
-    def __init__(self, operator: Operator, target: Target, options: Options) -> None:
-        self.operator, self.target, self.options = operator, target, options
-
-    def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
-        """A step before a convolution runs once on its own: a block would repeat it for its halo."""
-        return f"{step.op} would be repeated for every halo"
-
-    def epilogue(self, convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Step) -> str | None:
-        """May ``step`` follow ``fused`` in the convolution's launch?"""
-        resident = self.refuses_halo(convolution) is None
-        result = epilogues.extend(self.describe(convolution, fused), convolution, step, resident)
-        if isinstance(result, str):
-            return result
-        if resident and self.halo(convolution, result) is None:
-            return f"no tile that holds {step.op} too fits this device"
-        return None
-
-    def describe(self, convolution: ConvTranspose3d, fused: Sequence[Step]) -> Epilogue:
-        """The epilogue made of steps that were accepted before."""
-        resident = self.refuses_halo(convolution) is None
-        result = Epilogue()
-        for step in fused:
-            extended = epilogues.extend(result, convolution, step, resident)
-            assert isinstance(extended, Epilogue)
-            result = extended
-        return result
-
-    def refuses_halo(self, convolution: ConvTranspose3d) -> str | None:
-        """Why the tensor-core kernel cannot run this convolution, or None."""
-        geometry = convolution.geometry
-        if self.options.algorithm == "fma":
-            return "algorithm fma was asked for"
-        if self.operator.dtype != "float32":
-            return f"tensor cores are used for float32 only, not {self.operator.dtype}"
-        if self.target.architecture < 80:
-            return "TF32 tensor cores need compute capability 8.0"
-        if geometry.groups > 1:
-            return "channel groups take the general kernel"
-        if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
-            return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
-        if self.halo(convolution, Epilogue()) is None:
-            return "no box of inputs fits the shared memory"
-        return None
-
-    def halo(self, convolution: ConvTranspose3d, epilogue: Epilogue) -> HaloTile | None:
-        """The tile for a convolution and its epilogue."""
-        return halo_tile(
-            HaloTask(
-                convolution.geometry,
-                _positions(convolution, epilogue),
-                epilogue.window,
-                folded=epilogue.fold is not None,
-                softmax=epilogue.softmax,
-                split=self.operator.precision == "fp32",
-                shared_limit=self.target.shared_limit,
-                processors=self.target.processors,
-                box=self.options.tile,
-            )
-        )
-
-
-def _positions(convolution: ConvTranspose3d, epilogue: Epilogue) -> Triple:
-    """Voxels m per axis that have to be computed."""
-    geometry = convolution.geometry
-    if epilogue.fold is None:
-        counts = [axis.positions for axis in geometry.axes]
-    else:
-        counts = [axis.output // axis.stride for axis in geometry.axes]
-    # A second pooling in floor mode leaves out the rest.
-    counts = [count // window * window for count, window in zip(counts, epilogue.window, strict=True)]
-    return (counts[0], counts[1], counts[2])
-
-
 def lower(operator: Operator, target: Target, options: Options) -> Program:
     """Plan ``operator`` for ``target`` and make its launches."""
     return _Lowering(operator, target, options).program
@@ -342,15 +244,15 @@ class _Lowering:
         return max(1, min(-(-threads // _GENERAL_BLOCK), 32 * self.target.processors))
 
     def stages(
-        self, parameters: NDArray[np.void], chains: Sequence[Sequence[Step]]
+        self, parameters: NDArray[np.void], each: Sequence[Sequence[Step]]
     ) -> list[tuple[Path, Reference]]:
-        """Fill in the operands of both chains; returns their pointers."""
+        """Fill in the operands of the chains of a launch; returns their pointers."""
         pointers: list[tuple[Path, Reference]] = []
-        for number, steps in enumerate(chains):
-            for place, step in enumerate(steps, start=number * epilogues.MAX_STAGES):
+        for number, steps in enumerate(each):
+            for place, step in enumerate(steps, start=number * chains.MAX_STAGES):
                 if isinstance(step, Normalize):
                     parameters["stages"][place]["a"] = step.eps
-                for name, operand in zip(("a", "b"), epilogues.operands(step), strict=False):
+                for name, operand in zip(("a", "b"), chains.operands(step), strict=False):
                     if isinstance(operand, ScalarOperand):
                         parameters["stages"][place][name] = operand.value
                     elif isinstance(operand, TensorOperand):
@@ -367,9 +269,9 @@ class _Lowering:
         epilogue = self.fusion.describe(convolution, segment.epilogue(self.operator))
         refusal = self.fusion.refuses_halo(convolution)
         if refusal is None:
-            tile = self.fusion.halo(convolution, epilogue)
-            assert tile is not None
-            self.halo(segment, convolution, epilogue, tile)
+            prologue = prologues.describe(segment.prologue(self.operator))
+            assert isinstance(prologue, Prologue)
+            self.halo(segment, convolution, prologue, epilogue)
         else:
             self.fma(segment, convolution, epilogue, refusal)
 
@@ -380,15 +282,15 @@ class _Lowering:
         tile: FmaTile = fma_tile(channels, np.dtype(self.program.compute).itemsize, folded)
         channel_tiles = -(-channels // tile.block_n)
         tables = fma_tables(geometry, channel_tiles * tile.block_n)
-        positions = _positions(convolution, epilogue)
+        positions = positions_of(convolution, epilogue)
         p = np.zeros((), _CONV)
         p["voxels"] = geometry.batch * math.prod(positions)
         p["phase_count"] = math.prod(tables.residues)
         p["tiles"] = -(-int(p["voxels"]) // tile.block_m) * geometry.groups * channel_tiles
         p["tiles"] *= 1 if folded else p["phase_count"]
         p["first_chain"], p["second_chain"] = (
-            epilogues.chain(epilogue.first),
-            epilogues.chain(epilogue.second),
+            chains.code(epilogue.first),
+            chains.code(epilogue.second),
         )
         p["groups"], p["in_channels"] = geometry.groups, geometry.in_channels // geometry.groups
         p["out_channels"], p["padded_channels"] = channels, channel_tiles * tile.block_n
@@ -426,12 +328,15 @@ class _Lowering:
         self.describe("conv_fma", segment, algorithm, detail)
 
     def halo(
-        self, segment: Segment, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile
+        self, segment: Segment, convolution: ConvTranspose3d, prologue: Prologue, epilogue: Epilogue
     ) -> None:
-        geometry, source, result = convolution.geometry, convolution.source, segment.last + 1
+        geometry, result = convolution.geometry, segment.last + 1
+        before = self.operator.steps[segment.first]  # the convolution itself where there is no prologue
+        tile = self.fusion.halo(convolution, epilogue, prologue)
+        assert tile is not None
         split = self.operator.precision == "fp32"
         tables = halo_tables(geometry, tile)
-        positions = _positions(convolution, epilogue)
+        positions = positions_of(convolution, epilogue)
         out = self.operator.steps[segment.last].shape
         vector = geometry.width.input % 4 == 0
         boxes = [-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True)]
@@ -439,31 +344,32 @@ class _Lowering:
         p["tile_weights"] = tables.tile_weights
         p["pass_count"], p["step_count"] = len(tables.passes), tile.steps
         p["channel_tiles"] = -(-geometry.out_channels // tile.block_n)
-        p["in"], p["out"] = geometry.input_shape[2:], out[2:]
+        p["source"], p["in"] = before.input_shape[2:], geometry.input_shape[2:]
+        p["out"] = out[2:]
         p["limit"] = positions if epilogue.fold is not None else geometry.output_shape[2:]
         p["stride"], p["tiles"] = [axis.stride for axis in geometry.axes], boxes
         p["pair_stores"] = geometry.width.output % 2 == 0
         p["softmax_bound"] = epilogue.bound
         pointers: list[tuple[Path, Reference]] = [
-            (("x",), self.value(source)),
+            (("x",), self.value(before.source)),
             (("w",), self.pack(convolution.weight.name, tables.order, not split)),
             (("y",), Reference("value", result)),
             (("passes",), self.table(tables.passes)),
             (("taps",), self.table(tables.taps)),
-            *self.stages(p, (epilogue.first, epilogue.second)),
+            *self.stages(p, (epilogue.first, epilogue.second, prologue.first, prologue.second)),
         ]
         if convolution.bias is not None:
             pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
         blocks = math.prod(boxes) * geometry.batch * int(p["channel_tiles"])
-        if epilogue.softmax:
-            partial = self.scratch(4 * blocks * tile.block_n)
-            pointers.append((("partial",), partial))
         fold = 0 if epilogue.fold is None else 1 + (epilogue.fold.function == "max")
         base: dict[str, int | str] = {
-            **self.defines(_HALO, source, result),
+            **self.defines(_HALO, before.source, result),
             **tile.defines,
             "USE_3XTF32": int(split),
             "USE_VECTOR_X": int(vector),
+            **_prologue_defines(prologue, before.input_shape[4]),
+            "KEEP_X": 0,
+            "SOFTMAX": 0,
             "OUT_CHANNELS": geometry.out_channels,
             "HAS_BIAS": int(convolution.bias is not None),
             "FOLD": fold,
@@ -471,11 +377,16 @@ class _Lowering:
             "POOL_Y": epilogue.window[1],
             "POOL_X": epilogue.window[2],
             "CHANNEL_SUM": int(epilogue.channel_sum),
-            "FIRST_CHAIN": f"0x{epilogues.chain(epilogue.first):x}ull",
-            "SECOND_CHAIN": f"0x{epilogues.chain(epilogue.second):x}ull",
+            "FIRST_CHAIN": chains.define(epilogue.first),
+            "SECOND_CHAIN": chains.define(epilogue.second),
         }
         detail: dict[str, str | int | float] = {
             "tile": "x".join(map(str, tile.tile)) + f" voxels x {tile.block_n} channels, all phases",
+            **(
+                {"slices": f"{tile.slices} of {tile.slice_channels} input channels"}
+                if tile.slices > 1
+                else {}
+            ),
             "phases": math.prod(
                 len([phase for phase in axis.phases if phase.count]) for axis in geometry.axes
             ),
@@ -483,13 +394,31 @@ class _Lowering:
             "shared_bytes": tile.shared_bytes,
         }
         algorithm = "resident halo on tensor cores, " + ("3xTF32 with promoted sums" if split else "TF32")
-        for softmax in (1, 2) if epilogue.softmax else (0,):
-            kernel = Kernel.of("conv_halo.cu", {**base, "SOFTMAX": softmax})
+
+        def launch(
+            what: str, places: list[tuple[Path, Reference]], changed: dict[str, int | str] | None = None
+        ) -> None:
+            kernel = Kernel.of("conv_halo.cu", {**base, **(changed or {})})
             self.program.launches.append(
-                Launch("conv_halo", kernel, blocks, tile.threads, tile.shared_bytes, p, tuple(pointers))
+                Launch("conv_halo", kernel, blocks, tile.threads, tile.shared_bytes, p.copy(), tuple(places))
             )
-            passes = {0: "", 1: "; first pass: sums of exponentials", 2: "; second pass: the result"}
-            self.describe("conv_halo", segment, algorithm + passes[softmax], detail)
+            self.describe("conv_halo", segment, algorithm + what, detail)
+
+        if not epilogue.softmax:
+            launch("", pointers)
+            return
+        partial = (("partial",), self.scratch(4 * blocks * tile.block_n))
+        pointers.append(partial)
+        first, second = "; first pass: sums of exponentials", "; second pass: the result"
+        if not prologue:
+            launch(first, pointers, {"SOFTMAX": 1})
+            launch(second, pointers, {"SOFTMAX": 2})
+            return
+        kept = self.scratch(4 * math.prod(geometry.input_shape))
+        launch(first, [*pointers, (("kept",), kept)], {"SOFTMAX": 1, "KEEP_X": 1})
+        p["source"] = p["in"]
+        pointers[0] = (("x",), kept)  # the second pass reads the inputs that the first one made
+        launch(second, pointers, {"SOFTMAX": 2, **_prologue_defines(NO_PROLOGUE, 1)})
 
     def describe(
         self, name: str, segment: Segment, algorithm: str, detail: dict[str, str | int | float]
@@ -519,7 +448,7 @@ class _Lowering:
     def elementwise(self, step: Pointwise, result: int) -> None:
         p = np.zeros((), _ELEMENTWISE)
         p["count"], p["extent"] = math.prod(step.shape), step.shape
-        p["operation"] = epilogues.OPERATIONS[step.function]
+        p["operation"] = chains.OPERATIONS[step.function]
         pointers: list[tuple[Path, Reference]] = [(("y",), Reference("value", result))]
         source = ValueOperand(step.source, step.input_shape)
         for name, operand in zip(("x", "a", "b"), (source, *step.arguments), strict=False):
@@ -541,11 +470,13 @@ class _Lowering:
         p = np.zeros((), _POOL)
         p["count"], p["in"], p["out"] = math.prod(step.shape), step.input_shape[2:], step.shape[2:]
         p["window"], p["maximum"] = step.window, step.function == "max"
-        window = step.window if math.prod(step.window) <= _UNROLLED_WINDOW else (0, 0, 0)
+        unrolled = math.prod(step.window) <= prologues.MAX_WINDOW
+        window = step.window if unrolled else (0, 0, 0)
+        itemsize = self.program.value_itemsize(step.source)
         defines = {
             **self.defines(_POOL, step.source, result),
             **dict(zip(("WINDOW_Z", "WINDOW_Y", "WINDOW_X"), window, strict=True)),
-            "USE_PAIRS": int(window[2] == 2 and step.input_shape[4] % 2 == 0),
+            "VECTOR": _neighbours(step.window[2], step.input_shape[4], itemsize) if unrolled else 1,
         }
         kernel = Kernel.of("pool.cu", defines)
         pointers = ((("x",), self.value(step.source)), (("y",), Reference("value", result)))
@@ -584,6 +515,26 @@ class _Lowering:
         name = "rows_by_block" if by_block else "rows_by_thread"
         kernel = Kernel.of("rows.cu", self.defines(_ROWS, step.source, result))
         self.program.launches.append(Launch(name, kernel, blocks, threads, 0, p, tuple(pointers)))
+
+
+def _neighbours(window_x: int, width: int, itemsize: int) -> int:
+    """Elements of a line of a window that can be read at once: 1, 2 or 4, and 16 bytes at most."""
+    return next(n for n in (4, 2, 1) if window_x % n == 0 and width % n == 0 and n * itemsize <= 16)
+
+
+def _prologue_defines(prologue: Prologue, width: int) -> dict[str, int | str]:
+    """The defines of ``conv_halo.cu`` for a prologue on lines of ``width`` floats."""
+    z, y, x = prologue.window
+    return {
+        "PROLOGUE": int(bool(prologue)),
+        "PRE_Z": z,
+        "PRE_Y": y,
+        "PRE_X": x,
+        "PRE_VECTOR": _neighbours(x, width, 4),
+        "PRE_MAXIMUM": int(prologue.pool is not None and prologue.pool.function == "max"),
+        "PRE_FIRST_CHAIN": chains.define(prologue.first),
+        "PRE_SECOND_CHAIN": chains.define(prologue.second),
+    }
 
 
 def broadcast_strides(shape: Shape) -> list[int]:

@@ -6,17 +6,21 @@ come from one place.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dispatcher.geometry import ConvGeometry
 
 Triple = tuple[int, int, int]
+#: A number of things, or an array of such numbers: see :class:`HaloTile`.
+Count = Any
+Flag = Any
 
 #: Most channels that one block of either kernel holds.
 MAX_BLOCK_N = 64
@@ -81,13 +85,15 @@ def fma_tile(channels: int, itemsize: int, use_fold: bool) -> FmaTile:
 
 @dataclass(frozen=True)
 class HaloTile:
-    """Tile of ``conv_halo.cu``.
+    """Tile of ``conv_halo.cu``, or many of them at once: then what distinguishes them is an array in each of the
+    fields, and what follows from it is an array too.
 
     Attributes:
-        tile: box of voxels a block owns, ``(z, y, x)``; ``x`` a multiple of 8, the volume of ``16 * warp_m``.
+        tile: box of voxels a block owns, ``(z, y, x)``; ``x`` a multiple of 8.
         low: how far the taps reach below a voxel, per axis.
         high: how far they reach above it.
-        in_channels: all input channels; they are resident.
+        in_channels: all input channels.
+        slice_channels: input channels that are resident at a time, a multiple of ``block_k``.
         block_n: output channels of a block, a multiple of 8.
         block_k: input channels whose products are added up before they join the result, a multiple of 8.
         warp_m: groups of 16 voxels that a warp owns.
@@ -100,35 +106,63 @@ class HaloTile:
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
     """
 
-    tile: Triple
+    tile: tuple[Count, Count, Count]
     low: Triple
     high: Triple
     in_channels: int
+    slice_channels: Count
     block_n: int
-    block_k: int
-    warp_m: int
-    paired: bool
+    block_k: Count
+    warp_m: Count
+    paired: Flag
     steps: int
     softmax: bool
-    fold_shared: bool
+    fold_shared: Flag
     pooled: bool
     ahead: int
-    resident: int
+    resident: Count
+
+    def pick(self, which: Any) -> HaloTile:
+        """Tile number ``which`` of many; with a mask or several numbers, those."""
+
+        def part(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(part, value))
+            if not isinstance(value, np.ndarray):
+                return value
+            return value[which].item() if np.ndim(which) == 0 else value[which]
+
+        return replace(self, **{field.name: part(getattr(self, field.name)) for field in fields(self)})
 
     @property
-    def voxels(self) -> int:
+    def voxels(self) -> Count:
         """Voxels of a block."""
-        return math.prod(self.tile)
+        return self.tile[0] * self.tile[1] * self.tile[2]
 
     @property
-    def threads(self) -> int:
+    def warps(self) -> Count:
+        """Warps of a block."""
+        return -(-self.voxels // (16 * self.warp_m))
+
+    @property
+    def rows(self) -> Count:
+        """Voxels that the warps of a block work on; those beyond ``voxels`` are idle."""
+        return self.warps * 16 * self.warp_m
+
+    @property
+    def threads(self) -> Count:
         """Threads of a block."""
-        return 32 * self.voxels // (16 * self.warp_m)
+        return 32 * self.warps
 
     @property
-    def chunks(self) -> int:
-        """Times ``block_k`` channels that one tap takes."""
-        return -(-self.in_channels // self.block_k)
+    def slices(self) -> Count:
+        """Times that input channels are loaded for one phase."""
+        return -(-self.in_channels // self.slice_channels)
+
+    @property
+    def chunks(self) -> Count:
+        """Times ``block_k`` channels that one tap of a slice takes."""
+        return self.slice_channels // self.block_k
 
     @property
     def pad_x(self) -> int:
@@ -136,40 +170,46 @@ class HaloTile:
         return -(-self.low[2] // 4) * 4
 
     @property
-    def pitch_x(self) -> int:
+    def pitch_x(self) -> Count:
         """Floats from line to line; a right halo may lie in the left zone of the next line."""
         if self.high[2] + self.low[2] <= self.pad_x:
             return self.pad_x + self.tile[2]
         return -(-(self.pad_x + self.tile[2] + self.high[2]) // 4) * 4
 
     @property
-    def rows_y(self) -> int:
+    def rows_y(self) -> Count:
         """Lines of x in a plane of the tile, halo included."""
         return self.tile[1] + self.low[1] + self.high[1]
 
     @property
-    def rows_z(self) -> int:
+    def rows_z(self) -> Count:
         """Planes of x in the tile, halo included."""
         return self.tile[0] + self.low[0] + self.high[0]
 
     @property
-    def pitch_c(self) -> int:
+    def row_x(self) -> Count:
+        """Voxels of x in a line of the tile, halo included."""
+        return self.tile[2] + self.low[2] + self.high[2]
+
+    @property
+    def pitch_c(self) -> Count:
         """Floats from channel to channel: 8 mod 32, which spreads a fragment over all banks."""
         return (self.pitch_x * self.rows_y * self.rows_z + self.high[2] + 23) // 32 * 32 + 8
 
     @cached_property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self) -> Count:
         """Dynamic shared memory of a block."""
-        x = self.chunks * self.block_k * self.pitch_c
-        staging = 8 * ((self.voxels + 27) // 32 * 32 + 4) if self.pooled else 0
-        sums = max(self.threads // 32 * self.block_n, self.threads + 2 * self.block_n) if self.softmax else 0
-        fold = self.voxels * self.block_n if self.fold_shared else 0
-        return 4 * (max(x, staging) + sums + fold + self.steps + 1)
+        x = self.slice_channels * self.pitch_c
+        staging = 8 * ((self.rows + 27) // 32 * 32 + 4) * self.pooled
+        sums = np.maximum(self.warps * self.block_n, self.threads + 2 * self.block_n) * self.softmax
+        fold = self.rows * self.block_n * self.fold_shared
+        size = 4 * (np.maximum(x, staging) + sums + fold + self.steps + 1)
+        return size if np.ndim(size) else int(size)
 
     def shared_offset(self, offset: Triple) -> int:
         """Place in the x tile of the input that voxel 0 reads through a tap at ``offset``."""
         z, y, x = (o + low for o, low in zip(offset, (self.low[0], self.low[1], self.pad_x), strict=True))
-        return (z * self.rows_y + y) * self.pitch_x + x
+        return int((z * self.rows_y + y) * self.pitch_x + x)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -185,6 +225,7 @@ class HaloTile:
             "HIGH_Y": self.high[1],
             "HIGH_X": self.high[2],
             "IN_CHANNELS": self.in_channels,
+            "SLICE_CHANNELS": self.slice_channels,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
             "WARP_M": self.warp_m,
@@ -195,16 +236,20 @@ class HaloTile:
         }
 
 
-#: Boxes that :func:`halo_tile` considers, ``(z, y, x)`` and groups of 16 voxels a warp.
-_BOXES: tuple[tuple[Triple, int], ...] = tuple(
-    ((z, y, x), warp_m)
-    for x in (8, 16, 24, 32, 48, 64)
-    for y in (1, 2, 3, 4, 5, 6, 7, 8)
-    for z in (1, 2, 3, 4, 5, 6, 7, 8)
-    for warp_m in (1, 2, 3, 4)
-    if z * y * x % (16 * warp_m) == 0 and 32 <= z * y * x <= 512
-)
+@lru_cache
+def _boxes() -> tuple[NDArray[np.int64], ...]:
+    """Boxes that :func:`halo_tile` considers and groups of 16 voxels a warp: z, y, x, groups. A twentieth of the
+    voxels that the warps work on may be idle."""
+    eight = range(1, 9)
+    every = np.meshgrid([8, 16, 24, 32, 48, 64], eight, eight, [1, 2, 3, 4], indexing="ij")
+    x, y, z, groups = (axis.ravel() for axis in every)
+    voxels, row = z * y * x, 16 * groups
+    wanted = (voxels >= 32) & (voxels <= 512) & (20 * voxels >= 19 * (-(-voxels // row) * row))
+    return z[wanted], y[wanted], x[wanted], groups[wanted]
 
+
+#: Input channels that are resident at a time where not all of them are.
+_SLICES = (32, 64, 128)
 #: Times 8 channels of weights that are read ahead: the latency of the L2 cache.
 _AHEAD = 1
 #: Registers of a thread that hold no sums: addresses, and the fragments of 8 channels.
@@ -218,11 +263,11 @@ _SOFTMAX_REGISTERS = 24
 _RESERVED_BYTES = 1024
 
 
-def registers(threads: int, resident: int) -> int:
+def registers(threads: Count, resident: Count) -> Count:
     """Registers that each thread may have when ``resident`` blocks share a multiprocessor: each quarter of it
     holds a quarter of the warps."""
     warps = resident * -(-threads // 32)
-    return min(255, 65536 // 4 // (32 * -(-warps // 4)) // 8 * 8)
+    return np.minimum(255, 65536 // 4 // (32 * -(-warps // 4)) // 8 * 8)
 
 
 def block_k(channels: int, largest: int) -> int:
@@ -249,6 +294,7 @@ class HaloTask:
         shared_limit: bytes of shared memory that a block may have.
         processors: multiprocessors of the device.
         box: consider this box only.
+        window: elements from which a prologue makes each input.
     """
 
     geometry: ConvGeometry
@@ -260,6 +306,7 @@ class HaloTask:
     shared_limit: int
     processors: int
     box: Triple | None = None
+    window: int = 1
 
     @property
     def paired_phases(self) -> bool:
@@ -267,21 +314,46 @@ class HaloTask:
         width = self.geometry.width
         return not self.folded and width.stride == 2 and width.output > 1
 
-    def sums(self, warp_m: int, block_n: int, paired: bool, fold_shared: bool) -> int:
+    @property
+    def phases(self) -> int:
+        """Phases that have outputs."""
+        return math.prod(sum(phase.count > 0 for phase in axis.phases) for axis in self.geometry.axes)
+
+    def sums(self, warp_m: Count, block_n: int, paired: Flag, fold_shared: Flag) -> Count:
         """Registers of a thread that hold sums."""
-        return warp_m * block_n // 2 * (1 + self.split + paired + (self.folded and not fold_shared))
+        in_registers = 1 - np.asarray(fold_shared, np.int64) if self.folded else 0
+        return warp_m * block_n // 2 * (1 + self.split + np.asarray(paired, np.int64) + in_registers)
 
-    def blocks(self, tile: HaloTile) -> int | None:
-        """Blocks of the launch, or None where the tile does not go with the task's second pooling."""
-        extents = list(zip(tile.tile, self.pool, self.positions, strict=True))
-        if any(extent < window or (extent % window and extent < count) for extent, window, count in extents):
-            return None
-        boxes = math.prod(-(-count // extent) for extent, _, count in extents)
-        return boxes * max(self.geometry.batch, 1) * -(-self.geometry.out_channels // tile.block_n)
+    def holds_windows(self, tile: HaloTile) -> Flag:
+        """Are all windows of the second pooling within a block?"""
+        good: Flag = True
+        for extent, window, count in zip(tile.tile, self.pool, self.positions, strict=True):
+            good = good & (extent >= window) & ((extent % window == 0) | (extent >= count))
+        return good
+
+    def blocks(self, tile: HaloTile) -> Count:
+        """Blocks of the launch."""
+        z, y, x = (-(-count // extent) for count, extent in zip(self.positions, tile.tile, strict=True))
+        return z * y * x * max(self.geometry.batch, 1) * -(-self.geometry.out_channels // tile.block_n)
+
+    def reads(self, tile: HaloTile) -> float:
+        """How often the blocks read each input, on average."""
+        total = float(self.fills(tile)) * -(-self.geometry.out_channels // tile.block_n)
+        for axis, count, extent, low, high in zip(
+            self.geometry.axes, self.positions, tile.tile, tile.low, tile.high, strict=True
+        ):
+            first = np.arange(0, count, extent)
+            inside = np.minimum(first + extent + high, axis.input) - np.maximum(first - low, 0)
+            total *= np.maximum(inside, 0).sum() / axis.input
+        return total
+
+    def fills(self, tile: HaloTile) -> Count:
+        """Times that a block loads each of its inputs: once, or for each phase where channels come in slices."""
+        return np.where(tile.slices > 1, self.phases, 1)
 
 
-def halo_tiles(task: HaloTask) -> Iterator[HaloTile]:
-    """All tiles that fit the device."""
+def halo_tiles(task: HaloTask) -> HaloTile:
+    """All tiles that fit the device and the task."""
     geometry = task.geometry
     reach = [axis.offset_range for axis in geometry.axes]
     low = tuple(max(0, -first) for first, _ in reach)
@@ -289,40 +361,58 @@ def halo_tiles(task: HaloTask) -> Iterator[HaloTile]:
     steps = math.prod(
         sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
     )
-    n = block_n(geometry.out_channels)
+    n, channels = block_n(geometry.out_channels), geometry.in_channels
     other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if task.softmax else 0)
-    pairs = (True, False) if task.paired_phases else (False,)
-    shares = (False, True) if task.folded else (False,)
-    for (extents, warp_m), paired, shared, resident in itertools.product(_BOXES, pairs, shares, (1, 2, 3, 4)):
-        if task.box is not None and task.box != extents:
-            continue
-        sums = task.sums(warp_m, n, paired, shared)
-        available = registers(2 * math.prod(extents) // warp_m, resident)
-        if sums + other > available:
-            continue
-        k = block_k(geometry.in_channels, 32 if sums + _DEEP_REGISTERS + n <= available else 16)
-        tile = HaloTile(
-            extents, (low[0], low[1], low[2]), (high[0], high[1], high[2]), geometry.in_channels,
-            n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
-        )  # fmt: skip
-        shared_bytes = resident * (tile.shared_bytes + _RESERVED_BYTES)
-        if tile.threads <= 1024 and shared_bytes <= task.shared_limit + _RESERVED_BYTES:
-            yield tile
+    z, y, x, warp_m = _boxes()
+    if task.box is not None:
+        wanted = (z == task.box[0]) & (y == task.box[1]) & (x == task.box[2])
+        z, y, x, warp_m = z[wanted], y[wanted], x[wanted], warp_m[wanted]
+    box, slice_channels, paired, shared, resident = (
+        axis.ravel()
+        for axis in np.meshgrid(
+            np.arange(len(z)),
+            [0, *(slice_ for slice_ in _SLICES if slice_ < channels)],
+            [True, False] if task.paired_phases else [False],
+            [False, True] if task.folded else [False],
+            [1, 2, 3, 4],
+            indexing="ij",
+        )
+    )
+    z, y, x, warp_m = z[box], y[box], x[box], warp_m[box]
+    sums = task.sums(warp_m, n, paired, shared)
+    available = registers(2 * -(-z * y * x // (16 * warp_m)) * 16, resident)
+    deep = sums + _DEEP_REGISTERS + n <= available
+    whole = np.where(deep, block_k(channels, 32), block_k(channels, 16))
+    k = np.where(slice_channels > 0, np.where(deep, 32, 16), whole)
+    slice_channels = np.where(slice_channels > 0, slice_channels, -(-channels // k) * k)
+    tiles = HaloTile(
+        (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]), channels, slice_channels,
+        n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
+    )  # fmt: skip
+    fits = (sums + other <= available) & (tiles.threads <= 1024) & task.holds_windows(tiles)
+    fits &= resident * (tiles.shared_bytes + _RESERVED_BYTES) <= task.shared_limit + _RESERVED_BYTES
+    return tiles.pick(fits & (task.blocks(tiles) < 2**31))
 
 
 def halo_tile(task: HaloTask) -> HaloTile | None:
     """The tile with the lowest estimated time, or None when none fits."""
-    return min(estimates(task), key=lambda item: item[1], default=(None, 0.0))[0]
+    tiles = halo_tiles(task)
+    cycles = launch_cycles(task, tiles)
+    return tiles.pick(int(np.argmin(cycles))) if cycles.size else None
 
 
 def estimates(task: HaloTask) -> Iterator[tuple[HaloTile, float]]:
     """All tiles that can be used, each with the cycles that the whole launch is estimated to take."""
-    for tile in halo_tiles(task):
-        blocks = task.blocks(tile)
-        if blocks is not None and blocks < 2**31:
-            waves = blocks / (task.processors * tile.resident)
-            waves = math.ceil(waves) if waves < 4 else waves
-            yield tile, estimated_cycles(task, tile) * waves
+    tiles = halo_tiles(task)
+    for number, cycles in enumerate(launch_cycles(task, tiles)):
+        yield tiles.pick(number), float(cycles)
+
+
+def launch_cycles(task: HaloTask, tile: HaloTile) -> NDArray[np.float64]:
+    """Cycles that the whole launch is estimated to take."""
+    waves = task.blocks(tile) / (task.processors * tile.resident)
+    waves = np.where(waves < 4, np.ceil(waves), waves)
+    return np.asarray(estimated_cycles(task, tile) * waves, np.float64)
 
 
 #: Costs in cycles, fitted to 148 tiles of the five problems timed on an H200: see bench/cuda_tiles.py. The estimates
@@ -336,35 +426,39 @@ _LATENCY_CYCLES = 1.1  # a warp that is alone takes 1 + this many times as long
 _FEW_WARPS = 1.15  # blocks of fewer than four warps, of which none was timed: a guess that they are no better
 _WANTED_REGISTERS = 82  # besides sums; each one that is missing costs this share of the time:
 _SHORTAGE = 0.0033
+_FILL_CYCLES = 1500.0  # until a slice of channels is there, where they come in slices: a guess, not timed
 
 
-def estimated_cycles(task: HaloTask, tile: HaloTile) -> float:
+def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
     """Cycles in which a multiprocessor finishes ``tile.resident`` blocks.
 
     Tensor cores, first-level cache and instructions bound the main loop together (a 3-norm of their times).
     """
-    columns, warps = tile.block_n / 8, tile.resident * tile.threads / 32
-    in_quarter = math.ceil(warps / 4)
-    k8 = tile.steps * tile.chunks * tile.block_k / 8
+    columns, warps = tile.block_n / 8, tile.resident * tile.warps
+    in_quarter = np.ceil(warps / 4)
+    k8 = tile.steps * tile.slices * tile.slice_channels / 8
     products = tile.warp_m * columns * (3 if task.split else 1)
     fragments = 4 * tile.warp_m, 2 * columns  # floats of x and weights that a lane reads
     tensor = k8 * products * in_quarter * _PRODUCT_CYCLES
     cache = k8 * sum(fragments) * warps
     instructions = products + fragments[0] + fragments[1] / 4
     if task.split:
-        instructions += 3 * sum(fragments) + tile.warp_m * columns * 32 / tile.block_k
-    loop = float(np.linalg.norm((tensor, cache, k8 * instructions * in_quarter), 3))
-    phases = math.prod(sum(phase.count > 0 for phase in axis.phases) for axis in task.geometry.axes)
-    loop += phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
+        instructions = instructions + 3 * sum(fragments) + tile.warp_m * columns * 32 / tile.block_k
+    loop = np.cbrt(tensor**3 + cache**3 + (k8 * instructions * in_quarter) ** 3)
+    loop = loop + task.phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
     sums = task.sums(tile.warp_m, tile.block_n, tile.paired, tile.fold_shared)
-    missing = max(0, sums + _WANTED_REGISTERS - registers(tile.threads, tile.resident))
-    loop *= (1 + _LATENCY_CYCLES / warps) * (1 + _SHORTAGE * missing)
-    if tile.threads < 128:
-        loop *= _FEW_WARPS
-    stores = 0.0 if task.folded else tile.voxels * tile.block_n * phases * tile.resident * _STORE_CYCLES
-    if task.paired_phases and not tile.paired:
-        stores *= _HALF_SECTORS
+    missing = np.maximum(0, sums + _WANTED_REGISTERS - registers(tile.threads, tile.resident))
+    loop = loop * (1 + _LATENCY_CYCLES / warps) * (1 + _SHORTAGE * missing)
+    loop = loop * np.where(tile.threads < 128, _FEW_WARPS, 1)
+    stores: Any = 0.0
+    if not task.folded:
+        stores = tile.voxels * tile.block_n * task.phases * tile.resident * _STORE_CYCLES
+        if task.paired_phases:
+            stores = stores * np.where(tile.paired, 1, _HALF_SECTORS)
     sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
-    loads = tile.rows_y * tile.rows_z * sectors * tile.chunks * tile.block_k * _LOAD_CYCLES
-    loads *= math.sqrt(tile.resident)
-    return loop * (2 if tile.softmax else 1) + stores + loads * (2 if tile.softmax else 1)
+    loads = tile.rows_y * tile.rows_z * sectors * tile.slices * tile.slice_channels * _LOAD_CYCLES
+    loads = loads * task.fills(tile) * np.sqrt(tile.resident)
+    fills = np.where(tile.slices > 1, task.fills(tile) * tile.slices * _FILL_CYCLES, 0)
+    if tile.softmax:  # the second pass reads what the first one made of the windows
+        return 2 * (loop + fills) + stores + loads * (task.window + 1)
+    return loop + fills + stores + loads * task.window

@@ -4,16 +4,18 @@
 //   a constant offset.
 //
 // Layouts
-//   x  (N, IC, ID, IH, IW) float
+//   x  (N, IC, ID, IH, IW) float; with a PROLOGUE the tensor that it starts from, (N, IC, SD, SH, SW), of which every
+//      PRE_Z x PRE_Y x PRE_X window becomes one input
 //   y  (N, OC, OD, OH, OW) float, or the pooled or summed shape
-//   w  packed in the order in which it is read: [channel tile][step][k8], then for 8 channels k8 of one tap the
-//      fragments of mma_tf32: [pair of 8 columns][lane][4], and [lane][2] for an odd column block at the end
+//   w  packed in the order in which it is read: [channel tile][slice][step][k8], then for 8 channels k8 of one tap
+//      the fragments of mma_tf32: [pair of 8 columns][lane][4], and [lane][2] for an odd column block at the end
 //
 // GEMM of one phase: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC, by the instruction m16n8k8.
 //   A[m][(k, c)] = x tile[c][m + offset(k)], B[(k, c)][o] = w[c,o,k].
 //
 // A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases, and BLOCK_N channels. The box of x with
 // its halo is loaded to shared memory once, for all IC channels; every tap of every phase is a shifted read of it.
+// Where they do not fit, channels come in slices of SLICE_CHANNELS, which each phase loads one after another.
 // After that one barrier the warps go their own ways: a warp owns 16*WARP_M voxels x BLOCK_N channels, and reads
 // the weights from the first-level cache straight to registers, AHEAD times 8 channels before their use. So one warp's
 // epilogue runs under another one's products. A quad of lanes owns all channels of a voxel. The host passes a flat
@@ -26,6 +28,10 @@
 // float32 accuracy. Otherwise one TF32 product. A sum that is not finite is made again by fused multiply-add with
 // only the inputs that exist: splitting turns inf into NaN, and so does 0 * inf where 0 stands for an input
 // outside the tensor.
+//
+// Prologue, while the box is loaded: PRE_FIRST_CHAIN on each element, the mean or maximum of each window,
+// PRE_SECOND_CHAIN. Blocks repeat it for their halos. The first pass of a softmax keeps the inputs that it made (KEEP_X,
+// each block those of its own voxels), and the second pass reads them.
 //
 // Epilogue, in registers: FIRST_CHAIN on each voxel's channels; FOLD over all phases (mean or max) or not;
 // SECOND_CHAIN; then one of
@@ -40,7 +46,8 @@
 // thread's own. The second pooling's staging of 8 channels takes the x tile's place.
 // Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of USE_3XTF32, PAIRED and FOLD
 // (without FOLD_SHARED).
-// Barriers: one or two before the products; two per 8 channels of a second pooling; one or two for softmax sums.
+// Barriers: one or two before the products, two or three for each slice of channels; two per 8 channels of a second
+// pooling; one or two for softmax sums.
 //
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
 // 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
@@ -50,6 +57,7 @@
 // y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
 // where OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
+#include "window.cuh"
 
 #define FOLD_NONE 0
 #define FOLD_MEAN 1
@@ -60,10 +68,14 @@
 
 constexpr int NT = BLOCK_N / 8;                   // column blocks of a warp
 constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;  // voxels of a block
-constexpr int WARPS = TILE_M / (16 * WARP_M);
+constexpr int WARPS = (TILE_M + 16 * WARP_M - 1) / (16 * WARP_M);
+constexpr int ROWS_M = WARPS * 16 * WARP_M;  // voxels that warps work on; those beyond TILE_M are idle
 constexpr int THREADS = 32 * WARPS;
 constexpr int PHASES = PAIRED ? 2 : 1;  // of a warp before it stores
-constexpr int CHUNKS = (IN_CHANNELS + BLOCK_K - 1) / BLOCK_K;
+constexpr int SLICES = (IN_CHANNELS + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
+constexpr int CHUNKS = SLICE_CHANNELS / BLOCK_K;  // of a slice
+constexpr int SLICE_K8 = SLICE_CHANNELS / 8;
+constexpr int PRE_VOLUME = PRE_X * PRE_Y * PRE_Z;
 constexpr bool WHOLE = OUT_CHANNELS % BLOCK_N == 0;  // no channel of any tile is padding
 constexpr int PAD_X = (LOW_X + 3) / 4 * 4;           // zone left of a row, which keeps it 16-byte aligned
 // The right halo of a row may lie in the left zone of the next one.
@@ -74,15 +86,15 @@ constexpr int SLAB = 8 * BLOCK_N;  // weights of one tap and 8 channels
 constexpr bool ROTATES = BLOCK_K / 8 > AHEAD;        // fragments of weights stay in their registers
 constexpr int SLOTS = ROTATES ? BLOCK_K / 8 : AHEAD + 1;
 constexpr int POOL_VOLUME = POOL_X * POOL_Y * POOL_Z;
-constexpr int STAGE_PITCH = (TILE_M + 27) / 32 * 32 + 4;  // from channel to channel in the staging
+constexpr int STAGE_PITCH = (ROWS_M + 27) / 32 * 32 + 4;  // from channel to channel in the staging
 constexpr int STAGE_FLOATS = POOL_VOLUME > 1 ? 8 * STAGE_PITCH : 0;
-constexpr int X_FLOATS = CHUNKS * BLOCK_K * PITCH_C;
+constexpr int X_FLOATS = SLICE_CHANNELS * PITCH_C;
 constexpr int TILE_FLOATS = X_FLOATS > STAGE_FLOATS ? X_FLOATS : STAGE_FLOATS;
 constexpr int SUM_FLOATS = SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N
                            : SOFTMAX == SOFTMAX_SCALE ? THREADS + 2 * BLOCK_N
                                                       : 0;
 constexpr int FOLD_FLOATS = FOLD != FOLD_NONE && FOLD_SHARED ? WARP_M * NT * 4 * THREADS : 0;
-static_assert(TILE_M % (16 * WARP_M) == 0 && TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0
+static_assert(TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0 && SLICE_CHANNELS % BLOCK_K == 0
                   && THREADS <= 1024,
               "tile");
 static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
@@ -102,15 +114,17 @@ struct HaloParams {
   const float *x, *w;
   const STORAGE *bias;
   float *y, *partial;  // partial: softmax sums, [batch][tile of the box][padded OC]
+  float *kept;         // inputs that the prologue made, where KEEP_X
   const Pass *passes;
   const Tap *taps;
   index_t tile_weights;  // floats of one channel tile
   int pass_count, step_count, channel_tiles;
-  int in[3], out[3], limit[3], stride[3],
+  int source[3], in[3];  // extents of x before and after the prologue
+  int out[3], limit[3], stride[3],
       tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
   int pair_stores;
   float softmax_bound;
-  Stage stages[2 * MAX_STAGES];
+  Stage stages[4 * MAX_STAGES];  // of the epilogue's two chains, then of the prologue's
 };
 CHECK_PARAMS(HaloParams);
 
@@ -140,6 +154,18 @@ __device__ __forceinline__ Box box_at(const HaloParams &p) {
   return box;
 }
 
+// Is this input the box's own? A box at the end of an axis owns what lies behind it too, so that each input that
+// any box reads has one owner.
+__device__ __forceinline__ bool owns(const HaloParams &p, const Box &box, const int (&at)[3]) {
+  constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X};
+  bool own = box.channel == 0;
+#pragma unroll
+  for (int axis = 0; axis < 3; axis++)
+    own = own && at[axis] >= box.m[axis]
+          && (at[axis] < box.m[axis] + TILE[axis] || box.m[axis] + TILE[axis] >= p.tiles[axis] * TILE[axis]);
+  return own;
+}
+
 __device__ __forceinline__ void clear(Rows &rows) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -150,15 +176,79 @@ __device__ __forceinline__ void clear(Rows &rows) {
 }
 
 // ---- x into shared memory --------------------------------------------------------------------------------
-__device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, float *tile) {
+// Run a chain of the prologue on a value of channel c.
+template <chain_t CHAIN>
+__device__ __forceinline__ float prepare(const Stage *stages, float v, int c) {
+#pragma unroll
+  for (int s = 0; s < MAX_STAGES; s++) {
+    const int operation = chain_operation(CHAIN, s);
+    if (operation == OP_END) break;
+    v = pointwise(operation, v, stage_a(stages[s], channels_a(CHAIN, s), c),
+                  stage_b(stages[s], channels_b(CHAIN, s), c));
+  }
+  return v;
+}
+
+// The convolution's input at a place that exists.
+__device__ __forceinline__ float input_at(const HaloParams &p, index_t batch, int c, int z, int y, int x) {
+  const float *corner = p.x
+                        + (((batch * IN_CHANNELS + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1]
+                           + index_t(y) * PRE_Y) * p.source[2]
+                        + index_t(x) * PRE_X;
+  const Stage *first = p.stages + 2 * MAX_STAGES, *second = first + MAX_STAGES;
+  const auto change = [=](float v) { return prepare<PRE_FIRST_CHAIN>(first, v, c); };
+  float v;
+  if constexpr (PRE_VOLUME == 1)
+    v = change(*corner);
+  else
+    v = pool_window<PRE_VECTOR>(corner, PRE_Z, PRE_Y, PRE_X, p.source[1], p.source[2], PRE_MAXIMUM, change);
+  return prepare<PRE_SECOND_CHAIN>(second, v, c);
+}
+
+// Start to load the slice of channels that starts at `channel`, of this box and its halo; zeros where there is no input.
+#if PROLOGUE
+__device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool keep,
+                                       float *tile) {
+  constexpr int ROW = TILE_X + LOW_X + HIGH_X, COUNT = SLICE_CHANNELS * ROWS_Z * ROWS_Y * ROW;
+  constexpr int TOGETHER = PRE_VOLUME >= 32 ? 1 : PRE_VOLUME > 4 ? 32 / PRE_VOLUME : 8;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < COUNT; first += TOGETHER * THREADS) {
+    float value[TOGETHER];  // whose reads are under way at once
+    bool kept[TOGETHER];
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+      const int i = first + k * THREADS, c = channel + i / (ROW * ROWS_Y * ROWS_Z);
+      const int at[3] = {box.m[0] + i / (ROW * ROWS_Y) % ROWS_Z - LOW_Z, box.m[1] + i / ROW % ROWS_Y - LOW_Y,
+                         box.m[2] + i % ROW - LOW_X};
+      const bool inside = unsigned(at[0]) < unsigned(p.in[0]) && unsigned(at[1]) < unsigned(p.in[1])
+                          && unsigned(at[2]) < unsigned(p.in[2]) && c < IN_CHANNELS && i < COUNT;
+      value[k] = inside ? input_at(p, box.batch, c, at[0], at[1], at[2]) : 0.f;
+      kept[k] = KEEP_X && keep && inside && owns(p, box, at);
+    }
+#pragma unroll
+    for (int k = 0; k < TOGETHER; k++) {
+      const int i = first + k * THREADS, x = i % ROW - LOW_X, row = i / ROW % (ROWS_Y * ROWS_Z),
+                c = i / (ROW * ROWS_Y * ROWS_Z);
+      if (i < COUNT) tile[c * PITCH_C + row * PITCH_X + PAD_X + x] = value[k];
+      if (kept[k])
+        p.kept[((index_t(box.batch) * IN_CHANNELS + channel + c) * p.in[0] + box.m[0] + row / ROWS_Y - LOW_Z)
+                   * p.in[1] * p.in[2]
+               + index_t(box.m[1] + row % ROWS_Y - LOW_Y) * p.in[2] + box.m[2] + x] = value[k];
+    }
+  }
+}
+#else
+__device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool, float *tile) {
   constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
-  for (int i = threadIdx.x; i < CHUNKS * BLOCK_K * ROWS_Z * ROWS_Y * PIECES; i += THREADS) {
+  for (int i = threadIdx.x; i < SLICE_CHANNELS * ROWS_Z * ROWS_Y * PIECES; i += THREADS) {
     const int piece = i % PIECES, y = i / PIECES % ROWS_Y, z = i / (PIECES * ROWS_Y) % ROWS_Z,
               c = i / (PIECES * ROWS_Y * ROWS_Z);
     const int iz = box.m[0] + z - LOW_Z, iy = box.m[1] + y - LOW_Y;
-    const bool row = unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1]) && c < IN_CHANNELS;
-    const float *from = p.x + (box.batch * IN_CHANNELS + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
+    const bool row = unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1])
+                     && channel + c < IN_CHANNELS;
+    const float *from =
+        p.x + (box.batch * IN_CHANNELS + channel + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
     float *to = tile + c * PITCH_C + (z * ROWS_Y + y) * PITCH_X + PAD_X;
     if (USE_VECTOR_X && piece < VECTORS) {
       const int x = box.m[2] + 4 * piece;
@@ -173,10 +263,18 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, floa
       copy_async<4>(to + dx, inside ? from + x : p.x, inside);
     }
   }
+  copy_commit();
 }
+#endif
 
-__device__ __forceinline__ void round_x(float *tile) {
+// Wait until all threads' inputs are there.
+__device__ __forceinline__ void finish_x(float *tile) {
+  copy_wait<0>();
+  __syncthreads();
+#if !USE_3XTF32
   for (int i = threadIdx.x; i < X_FLOATS; i += THREADS) tile[i] = __uint_as_float(round_tf32(tile[i]));
+  __syncthreads();
+#endif
 }
 
 // ---- products ---------------------------------------------------------------------------------------------
@@ -249,11 +347,11 @@ __device__ __forceinline__ void multiply(const float *a_tile, const int (&voxel)
   }
 }
 
-// All taps and channels of one phase. a_lane: this lane's channel in the x tile; weights: its own in B.
+// All taps of one phase with the channels that are resident, added to result. a_lane: this lane's channel in the x
+// tile; weights: its own in B.
 __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxel)[WARP_M][2],
                                            const int *program, int steps, const float *weights, int lane,
                                            Rows &result) {
-  clear(result);
   Fragment b[SLOTS];
 #pragma unroll
   for (int k = 0; k < AHEAD; k++) b[k].load(weights + k * SLAB, lane);
@@ -297,8 +395,8 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
 __device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m,
                                            int n) {
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
-  const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
   const bool odd = n / 16 == NT / 2;  // in the odd column block
+  const index_t slice_k8 = index_t(p.step_count) * SLICE_K8;
   const float *w = p.w + box.channel / BLOCK_N * p.tile_weights + n / 16 * 128
                    + (odd ? n % 8 * 8 : n % 8 * 16 + n / 8 % 2 * 2);
   float total = 0.f;
@@ -309,11 +407,11 @@ __device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, 
     if (unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1])
         || unsigned(x) >= unsigned(p.in[2]))
       continue;
-    const float *from = p.x + box.batch * IN_CHANNELS * plane + (index_t(z) * p.in[1] + y) * p.in[2] + x;
 #pragma unroll 1
     for (int c = 0; c < IN_CHANNELS; c++) {
-      const index_t slab = index_t(s) * (CHUNKS * BLOCK_K / 8) + c / 8;
-      total = fmaf(from[c * plane], w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
+      const index_t slab = c / SLICE_CHANNELS * slice_k8 + index_t(s) * SLICE_K8 + c % SLICE_CHANNELS / 8;
+      total = fmaf(input_at(p, box.batch, c, z, y, x),
+                   w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
     }
   }
   return total;
@@ -436,7 +534,7 @@ __device__ __forceinline__ Place place_of(const HaloParams &p, const Box &box, i
   const int m[3] = {box.m[0] + voxel / (TILE_X * TILE_Y), box.m[1] + voxel / TILE_X % TILE_Y,
                     box.m[2] + voxel % TILE_X};
   Place place;
-  place.inside = true;
+  place.inside = TILE_M == ROWS_M || voxel < TILE_M;
 #pragma unroll
   for (int axis = 0; axis < 3; axis++) {
     place.at[axis] = FOLD == FOLD_NONE ? m[axis] * p.stride[axis] + residue[axis] : m[axis];
@@ -634,23 +732,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int first_voxel = warp * 16 * WARP_M;
   const Box box = box_at(p);
 
-  load_x(p, box, x_tile);
-  copy_commit();
+  if constexpr (SLICES == 1) load_x(p, box, 0, true, x_tile);
   for (int i = threadIdx.x; i <= p.step_count; i += THREADS) program[i] = p.taps[i].shared;
   if constexpr (SOFTMAX == SOFTMAX_SCALE) load_factors(p, box, softmax);
-  copy_wait<0>();
-  __syncthreads();
-#if !USE_3XTF32
-  round_x(x_tile);
-  __syncthreads();
-#endif
+  if constexpr (SLICES == 1) finish_x(x_tile);
 
   int voxel[WARP_M][2];  // this lane's voxels in the x tile
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int v = first_voxel + m * 16 + h * 8;  // eight voxels of one line
+      const int row = first_voxel + m * 16 + h * 8;  // eight voxels of one line; idle ones read the last line
+      const int v = TILE_M == ROWS_M || row < TILE_M ? row : TILE_M - 8;
       voxel[m][h] = (v / (TILE_X * TILE_Y) * ROWS_Y + v / TILE_X % TILE_Y) * PITCH_X + v % TILE_X + g;
     }
   const float *a_lane = x_tile + t * PITCH_C;
@@ -674,8 +767,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll 1
     for (int f = 0; f < PHASES; f++) {
       const int first = pass.first[f], steps = pass.steps[f];
-      accumulate(a_lane, voxel, program + first, steps,
-                 b_lane + index_t(first) * (CHUNKS * BLOCK_K / 8) * SLAB, lane, acc);
+      const bool keeps = KEEP_X && SLICES > 1 && q + f == 0;
+      clear(acc);
+#pragma unroll 1
+      for (int slice = 0; slice < (steps > 0 || keeps ? SLICES : 0); slice++) {
+        if constexpr (SLICES > 1) {
+          __syncthreads();  // all warps are done with the slice before
+          load_x(p, box, slice * SLICE_CHANNELS, keeps, x_tile);
+          finish_x(x_tile);
+        }
+        const index_t k8 = (index_t(slice) * p.step_count + first) * SLICE_K8;
+        accumulate(a_lane, voxel, program + first, steps, b_lane + k8 * SLAB, lane, acc);
+      }
       complete(p, box, first, steps, acc, first_voxel, g, t);
       run_chain<FIRST_CHAIN>(box, p.stages, acc, t);
       if constexpr (SOFTMAX != SOFTMAX_NONE) exponentials(p, acc);

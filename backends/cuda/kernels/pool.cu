@@ -5,12 +5,8 @@
 // A thread makes every gridDim*blockDim-th output. Neighbouring threads read neighbouring windows, so that a
 // warp reads whole lines. Ideal bytes: x once, y once. NaN wins in a maximum.
 // WINDOW_Z, _Y, _X: the window where it is small, so that all of a thread's reads are under way at once, else 0.
-// USE_PAIRS: WINDOW_X is 2 and IW even, so that two neighbours are read at once.
-#include "chain.cuh"
-
-struct alignas(2 * sizeof(INPUT)) Pair {
-  INPUT v[2];
-};
+// VECTOR: neighbours along W that are read at once.
+#include "window.cuh"
 
 struct PoolParams {
   const INPUT *x;
@@ -34,26 +30,10 @@ template <class Index> __device__ __forceinline__ void run(const PoolParams &p) 
     const INPUT *corner =
         p.x + ((plane * p.in[0] + index_t(d) * p.window[0]) * p.in[1] + index_t(h) * p.window[1]) * p.in[2]
         + index_t(w) * p.window[2];
-    COMPUTE result = p.maximum ? COMPUTE(corner[0]) : COMPUTE(0);
     const int wz = WINDOW_Z ? WINDOW_Z : p.window[0], wy = WINDOW_Y ? WINDOW_Y : p.window[1],
               wx = WINDOW_X ? WINDOW_X : p.window[2];
-#pragma unroll
-    for (int a = 0; a < wz; a++)
-#pragma unroll
-      for (int b = 0; b < wy; b++) {
-        const INPUT *line = corner + (index_t(a) * p.in[1] + b) * p.in[2];
-#if USE_PAIRS
-        const Pair pair = *reinterpret_cast<const Pair *>(line);
-        line = pair.v;
-#endif
-#pragma unroll
-        for (int c = 0; c < wx; c++) {
-          const COMPUTE value = COMPUTE(line[c]);
-          result = p.maximum ? max_nan(result, value) : result + value;
-        }
-      }
-    if (!p.maximum) result /= COMPUTE(wz) * wy * wx;
-    p.y[i] = OUTPUT(result);
+    p.y[i] = OUTPUT(pool_window<VECTOR>(corner, wz, wy, wx, p.in[1], p.in[2], p.maximum != 0,
+                                        [](COMPUTE value) { return value; }));
   }
 }
 

@@ -1,0 +1,142 @@
+"""What the convolution kernels can fuse, and with which tile: the backend's answers to the planner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backends.cuda import epilogue as epilogues
+from backends.cuda import prologue as prologues
+from backends.cuda.epilogue import Epilogue
+from backends.cuda.prologue import NO_PROLOGUE, Prologue
+from backends.cuda.tiles import HaloTask, HaloTile, Triple, halo_tile
+from dispatcher.operator import Operator
+from dispatcher.steps import ConvTranspose3d, Step
+
+_MAX_HALO_PHASES = 64
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the lowering needs to know of a device.
+
+    Attributes:
+        architecture: compute capability as one number, such as 90.
+        shared_limit: bytes of shared memory that a block may have.
+        processors: multiprocessors.
+    """
+
+    architecture: int
+    shared_limit: int
+    processors: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """Tuning choices.
+
+    Attributes:
+        algorithm: ``auto``, ``halo`` or ``fma``.
+        tile: a box ``(z, y, x)`` for the tensor-core kernel, or None.
+        prologue: ``auto``, ``fused`` or ``separate``: where steps before a convolution run.
+    """
+
+    algorithm: str = "auto"
+    tile: Triple | None = None
+    prologue: str = "auto"
+
+
+class CudaFusion:
+    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`."""
+
+    def __init__(self, operator: Operator, target: Target, options: Options) -> None:
+        self.operator, self.target, self.options = operator, target, options
+
+    def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
+        """May ``step`` run while the convolution loads its input, before the ``fused`` ones?"""
+        if self.options.prologue == "separate":
+            return "prologue separate was asked for"
+        if self.refuses_halo(convolution) is not None:
+            return f"the general kernel would repeat {step.op} for every tap"
+        result = prologues.describe((step, *fused))
+        if isinstance(result, str):
+            return result
+        tile = self.halo(convolution, Epilogue(), result)
+        assert tile is not None
+        reads = self.task(convolution, Epilogue(), result).reads(tile)
+        if self.options.prologue == "auto" and not prologues.pays(result, reads):
+            return f"{step.op} would be repeated, blocks read each input {reads:.1f} times"
+        return None
+
+    def epilogue(self, convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Step) -> str | None:
+        """May ``step`` follow ``fused`` in the convolution's launch?"""
+        resident = self.refuses_halo(convolution) is None
+        result = epilogues.extend(self.describe(convolution, fused), convolution, step, resident)
+        if isinstance(result, str):
+            return result
+        if resident and self.halo(convolution, result) is None:
+            return f"no tile that holds {step.op} too fits this device"
+        return None
+
+    def describe(self, convolution: ConvTranspose3d, fused: Sequence[Step]) -> Epilogue:
+        """The epilogue made of steps that were accepted before."""
+        resident = self.refuses_halo(convolution) is None
+        result = Epilogue()
+        for step in fused:
+            extended = epilogues.extend(result, convolution, step, resident)
+            assert isinstance(extended, Epilogue)
+            result = extended
+        return result
+
+    def refuses_halo(self, convolution: ConvTranspose3d) -> str | None:
+        """Why the tensor-core kernel cannot run this convolution, or None."""
+        geometry = convolution.geometry
+        if self.options.algorithm == "fma":
+            return "algorithm fma was asked for"
+        if self.operator.dtype != "float32":
+            return f"tensor cores are used for float32 only, not {self.operator.dtype}"
+        if self.target.architecture < 80:
+            return "TF32 tensor cores need compute capability 8.0"
+        if geometry.groups > 1:
+            return "channel groups take the general kernel"
+        if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
+            return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
+        if self.halo(convolution, Epilogue()) is None:
+            return "no box of inputs fits the shared memory"
+        return None
+
+    def task(
+        self, convolution: ConvTranspose3d, epilogue: Epilogue, prologue: Prologue = NO_PROLOGUE
+    ) -> HaloTask:
+        """What the tensor-core kernel would have to do."""
+        return HaloTask(
+            convolution.geometry,
+            positions_of(convolution, epilogue),
+            epilogue.window,
+            folded=epilogue.fold is not None,
+            softmax=epilogue.softmax,
+            split=self.operator.precision == "fp32",
+            shared_limit=self.target.shared_limit,
+            processors=self.target.processors,
+            box=self.options.tile,
+            window=prologue.volume,
+        )
+
+    def halo(
+        self, convolution: ConvTranspose3d, epilogue: Epilogue, prologue: Prologue = NO_PROLOGUE
+    ) -> HaloTile | None:
+        """The tile for a convolution with what is fused around it."""
+        return halo_tile(self.task(convolution, epilogue, prologue))
+
+
+def positions_of(convolution: ConvTranspose3d, epilogue: Epilogue) -> Triple:
+    """Voxels m per axis that have to be computed."""
+    geometry = convolution.geometry
+    if epilogue.fold is None:
+        counts = [axis.positions for axis in geometry.axes]
+    else:
+        counts = [axis.output // axis.stride for axis in geometry.axes]
+    # A second pooling in floor mode leaves out the rest.
+    counts = [count // window * window for count, window in zip(counts, epilogue.window, strict=True)]
+    return (counts[0], counts[1], counts[2])
