@@ -6,7 +6,7 @@ with the probe's reason, or fail if the environment variable ``DISPATCHER_TEST_R
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,9 @@ if SIMULATED:
     except cudasim.RealDriverError:
         SIMULATED = False
 
-from backends.cuda import BACKEND, driver  # noqa: E402
+from backends.cuda import BACKEND, driver, tiles  # noqa: E402
 from backends.cuda.executable import CudaExecutable  # noqa: E402
+from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
 from dispatcher.loader import load_problem  # noqa: E402
@@ -72,6 +73,22 @@ def compiled(op: Operator, index: int = 0, **options: Any) -> CudaExecutable:
     chosen = device(index)
     assert BACKEND.supports(op, chosen) is None
     return BACKEND.compile(op, chosen, options)
+
+
+def only_tiles(
+    monkeypatch: pytest.MonkeyPatch, wanted: Callable[[HaloTask, HaloTile], Any]
+) -> list[HaloTile]:
+    """Let the tensor-core kernel have those tiles only for which ``wanted``, a mask, is true; returns what it was
+    offered."""
+    every, offered = tiles.halo_tiles, []
+
+    def some(task: HaloTask) -> HaloTile:
+        found = every(task)
+        offered.append(found.pick(np.broadcast_to(wanted(task, found), found.voxels.shape)))
+        return offered[-1]
+
+    monkeypatch.setattr(tiles, "halo_tiles", some)
+    return offered
 
 
 def poisoned(op: Operator) -> np.ndarray:

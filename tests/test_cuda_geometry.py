@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from backends.cuda import tiles
 from backends.cuda.tiles import HaloTask, HaloTile
 from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.operator import Operator
 from dispatcher.verification import verify_result
-from tests.cuda_support import check, compiled, device, poisoned
+from tests.cuda_support import check, compiled, device, only_tiles, poisoned
 from tests.strategies import Recipe, conv_operator, convolutions, pipelines, tensors_of, thorough
 
 POOL = {"op": "max_pool3d", "window": 2}
@@ -60,10 +60,15 @@ GENERAL: dict[str, Operator] = {
 }
 
 
-@pytest.mark.parametrize("name", RESIDENT)
-def test_halo(name: str) -> None:
+def needs_tensor_cores() -> None:
+    """Skip where the device has none for TF32."""
     if device().facts["compute_capability"] < "8.0":
         pytest.skip("tensor cores for TF32 need compute capability 8.0")
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_halo(name: str) -> None:
+    needs_tensor_cores()
     assert set(exact(RESIDENT[name], algorithm="halo")) == {"conv_halo"}
 
 
@@ -73,21 +78,61 @@ def test_halo(name: str) -> None:
     "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "mean_then_sum"]
 )
 def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device().facts["compute_capability"] < "8.0":
-        pytest.skip("tensor cores for TF32 need compute capability 8.0")
-    every = tiles.halo_tiles
-    allowed = []
+    needs_tensor_cores()
 
-    def some(task: HaloTask) -> HaloTile:
-        found = every(task)
-        kind = np.logical_or(found.paired, found.fold_shared)
-        wanted = found.pick((found.warp_m == warp_m) & (kind == (other and (task.folded | found.paired))))
-        allowed.append(wanted)
-        return wanted
+    def wanted(task: HaloTask, tile: HaloTile) -> Any:
+        kind = np.logical_or(tile.paired, tile.fold_shared)
+        return (tile.warp_m == warp_m) & (kind == (other and (task.folded | tile.paired)))
 
-    monkeypatch.setattr(tiles, "halo_tiles", some)
+    offered = only_tiles(monkeypatch, wanted)
     assert set(exact(RESIDENT[name], algorithm="halo")) == {"conv_halo"}
-    assert any(np.any(tile.paired) or np.any(tile.fold_shared) for tile in allowed) == other
+    assert any(np.any(tile.paired) or np.any(tile.fold_shared) for tile in offered) == other
+
+
+SLICED: dict[str, Operator] = {
+    "plain": conv_operator((2, 70, 2, 3, 9), 12, (3, 3, 3), padding=1, bias=True),
+    "paired": conv_operator((1, 96, 2, 3, 8), 8, (3, 2, 3), stride=2, padding=1, output_padding=1),
+    "relu_first": conv_operator((1, 40, 2, 3, 8), 70, (2, 2, 2), before=[{"op": "relu"}]),
+    "two_pools": conv_operator(
+        (1, 40, 3, 3, 6), 8, (3, 3, 3), stride=2, padding=1, output_padding=1,
+        after=[POOL, {**POOL, "window": 3}, SUM],
+    ),
+    "holes": conv_operator((1, 33, 2, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_input_channels_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_tensor_cores()
+    only_tiles(monkeypatch, lambda task, tile: tile.slices > 1)
+    op = SLICED[name]
+    assert set(exact(op, algorithm="halo")) == {"conv_halo"}
+    assert "slices" in compiled(op).launches[0].detail
+    for kind in ("one_inf", "one_nan"):
+        check(op, tensors_of(op, kind))
+    check(replace(op, precision="tf32"), tensors_of(op))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["odd_everything", "pairs_of_lines", "two_pools", "mean_then_sum", "sum_unfolded", "two_pools_stored"],
+)
+def test_boxes_that_leave_warps_idle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_tensor_cores()
+    only_tiles(monkeypatch, lambda task, tile: tile.voxels < tile.rows)
+    op = RESIDENT[name]
+    assert set(exact(op, algorithm="halo")) == {"conv_halo"}
+    for kind in ("one_inf", "one_nan"):
+        check(op, tensors_of(op, kind))
+
+
+def test_a_softmax_over_boxes_that_leave_warps_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_tensor_cores()
+    only_tiles(monkeypatch, lambda task, tile: tile.voxels < tile.rows)
+    spread = [{"op": "clamp", "min": -4.0, "max": 4.0}, {"op": "softmax", "axis": "spatial"}]
+    op = conv_operator((2, 4, 3, 5, 20), 9, (3, 3, 3), stride=2, padding=1, after=spread)
+    assert len(compiled(op).launches) == 2
+    check(op, tensors_of(op))
 
 
 @pytest.mark.parametrize("name", [*RESIDENT, *GENERAL])
@@ -100,8 +145,8 @@ def test_what_does_not_fit_the_tensor_cores_takes_the_general_kernel(name: str) 
     assert "conv_fma" in exact(GENERAL[name])
 
 
-def test_many_input_channels_take_the_general_kernel() -> None:
-    op = conv_operator((1, 3000, 1, 2, 2), 8, (1, 2, 2))
+def test_a_halo_that_no_shared_memory_holds_takes_the_general_kernel() -> None:
+    op = conv_operator((1, 3, 1, 2, 2), 8, (1, 2, 2), dilation=[1, 400, 1])
     run = compiled(op)
     assert [launch.name for launch in run.launches] == ["conv_fma"]
     assert "shared memory" in str(run.launches[0].detail["why"])

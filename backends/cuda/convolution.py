@@ -133,18 +133,19 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
         passes.append((residues + residues[:1] * rest, first + [0] * rest, steps + [0] * rest))
     tiles = -(-geometry.out_channels // tile.block_n)
     channel, column = _fragments(tile.block_n)
-    k8 = np.arange(tile.chunks * tile.block_k // 8)[:, None] * 8
-    channels = (k8 + channel)[None, None]
-    columns = np.arange(tiles)[:, None, None, None] * tile.block_n + column
+    # Axes: channel tile, slice, step, 8 channels, place.
+    k8 = np.arange(0, tile.slices * tile.slice_channels, 8).reshape(tile.slices, 1, -1, 1)
+    channels = k8 + channel
+    columns = np.arange(tiles).reshape(-1, 1, 1, 1, 1) * tile.block_n + column
     source = (channels * geometry.out_channels + columns) * geometry.kernel_volume
-    source = source + np.array(indices, np.int64)[None, :, None, None]
+    source = source + np.array(indices, np.int64).reshape(-1, 1, 1)
     source = np.where((channels < geometry.in_channels) & (columns < geometry.out_channels), source, -1)
     ahead = np.full(tile.ahead * 8 * tile.block_n, -1, np.int32)
     return HaloTables(
         np.array(passes, PASS),
         np.array([*program, (0, (0, 0, 0))], TAP),
         np.concatenate([source.astype(np.int32).ravel(), ahead]),
-        len(indices) * tile.chunks * tile.block_k * tile.block_n,
+        len(indices) * tile.slices * tile.slice_channels * tile.block_n,
     )
 
 

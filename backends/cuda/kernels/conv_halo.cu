@@ -735,7 +735,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if constexpr (SLICES == 1) load_x(p, box, 0, true, x_tile);
   for (int i = threadIdx.x; i <= p.step_count; i += THREADS) program[i] = p.taps[i].shared;
   if constexpr (SOFTMAX == SOFTMAX_SCALE) load_factors(p, box, softmax);
-  if constexpr (SLICES == 1) finish_x(x_tile);
+  if constexpr (SLICES == 1)
+    finish_x(x_tile);
+  else
+    __syncthreads();  // a phase without taps loads nothing and waits for nobody
 
   int voxel[WARP_M][2];  // this lane's voxels in the x tile
 #pragma unroll
