@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from backends.cuda import toolkit
+from backends.cuda.tiles import HaloTask, HaloTile
 from dispatcher.errors import KernelError
 from dispatcher.operator import Operator
-from tests.cuda_support import check, compiled, machine, poisoned, simulator_only
+from tests.cuda_support import check, compiled, machine, only_tiles, poisoned, simulator_only
 from tests.strategies import conv_operator, tensors_of
 
 NORM = [{"op": "layer_norm", "eps": 1e-5}]
 POOLS = [{"op": "max_pool3d", "window": 2}, {"op": "max_pool3d", "window": 3}]
+AVERAGE = {"op": "avg_pool3d", "window": 2}
+SHIFT, LOWER, RELU = {"op": "add", "value": "s"}, {"op": "add", "value": -9.0}, {"op": "relu"}
+SPREAD = [{"op": "clamp", "min": -4.0, "max": 4.0}, {"op": "softmax", "axis": "spatial"}]
 OPERATORS = {
     "conv": conv_operator((1, 20, 3, 5, 12), 20, (3, 4, 5), stride=2, padding=(1, 1, 2), output_padding=1),
     "norm": conv_operator((1, 2, 2, 2, 8), 18, (2, 2, 2), stride=2, after=NORM),
@@ -24,6 +30,22 @@ OPERATORS = {
         (1, 3, 6, 6, 8), 4, (3, 3, 3), stride=2, padding=1, output_padding=1, after=POOLS[:1]
     ),
     "pools": conv_operator((1, 3, 6, 6, 8), 4, (2, 2, 2), stride=2, bias=True, after=POOLS),
+    "pool_first": conv_operator(
+        (1, 3, 4, 6, 10), 4, (3, 3, 3), padding=1, before=[SHIFT, AVERAGE, RELU], extra={"s": (3, 1, 1, 1)}
+    ),
+    "maximum_first": conv_operator((1, 3, 4, 6, 10), 4, (1, 1, 1), before=[LOWER, POOLS[0]]),
+    "kept": conv_operator((1, 2, 8, 10, 20), 3, (3, 3, 3), padding=2, before=[AVERAGE], after=SPREAD),
+    "kept_slices": conv_operator(
+        (1, 40, 4, 4, 6), 3, (1, 1, 1), stride=3, padding=1, output_padding=1, before=[AVERAGE], after=SPREAD
+    ),
+    "slices": conv_operator((1, 70, 2, 3, 8), 9, (2, 2, 3), stride=[1, 1, 2]),
+    "idle": conv_operator((1, 3, 4, 4, 24), 4, (3, 2, 2), after=SPREAD),
+}
+#: Tiles that some of them must have.
+TILES: dict[str, Callable[[HaloTask, HaloTile], Any]] = {
+    "slices": lambda task, tile: (tile.slices > 1) & (tile.warps > 1),
+    "kept_slices": lambda task, tile: tile.slices > 1,
+    "idle": lambda task, tile: (tile.voxels < tile.rows) & (tile.tile[0] < 4),
 }
 SCHEDULES = [("forward", "late"), ("reverse", "late"), ("forward", "eager")]
 
@@ -80,7 +102,7 @@ MUTANTS = {
         "conv_halo.cu", "const bool inside = row && x < p.in[2];", "const bool inside = row;"
     ),
     "halo not zero from line to line": Mutant(
-        "conv_halo.cu", " && unsigned(iy) < unsigned(p.in[1]) && c <", " && c <"
+        "conv_halo.cu", " && unsigned(iy) < unsigned(p.in[1])\n                     && channel", " && channel"
     ),
     "halo phases swapped": Mutant("conv_halo.cu", "if (f == 0) {", "if (f == 1) {"),
     "halo last channels skipped": Mutant("conv_halo.cu", "k < BLOCK_K / 8; k++", "k + 1 < BLOCK_K / 8; k++"),
@@ -103,7 +125,10 @@ MUTANTS = {
     ),
     "halo no wait for x": Mutant("conv_halo.cu", "  copy_wait<0>();\n", "", repaired=False),
     "halo no barrier after the rounding": Mutant(
-        "conv_halo.cu", "  round_x(x_tile);\n  __syncthreads();\n", "  round_x(x_tile);\n", precision="tf32"
+        "conv_halo.cu",
+        "round_tf32(tile[i]));\n  __syncthreads();\n",
+        "round_tf32(tile[i]));\n",
+        precision="tf32",
     ),
     "halo pool without second barrier": Mutant(
         "conv_halo.cu",
@@ -147,6 +172,67 @@ MUTANTS = {
         "const bool inside = row && unsigned(x) < unsigned(p.in[2]);",
         "const bool inside = row;",
     ),
+    "prologue on what is not there": Mutant(
+        "conv_halo.cu", "at[0], at[1], at[2]) : 0.f;", "at[0], at[1], at[2]) : 1.f;", "pool_first"
+    ),
+    "prologue chain skipped": Mutant(
+        "conv_halo.cu", "return prepare<PRE_SECOND_CHAIN>(second, v, c);", "return v;", "pool_first"
+    ),
+    "prologue with another channel's operand": Mutant(
+        "conv_halo.cu",
+        "stage_a(stages[s], channels_a(CHAIN, s), c)",
+        "stage_a(stages[s], channels_a(CHAIN, s), 0)",
+        "pool_first",
+    ),
+    "prologue window a line too far": Mutant(
+        "conv_halo.cu",
+        "+ index_t(y) * PRE_Y) * p.source[2]",
+        "+ index_t(y) * (PRE_Y - 1)) * p.source[2]",
+        "pool_first",
+    ),
+    "window summed, not averaged": Mutant(
+        "window.cuh", "maximum ? result : result / (", "true ? result : result / (", "pool_first"
+    ),
+    "window maximum from zero": Mutant(
+        "window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"
+    ),
+    "kept inputs behind the last box lost": Mutant(
+        "conv_halo.cu",
+        "(at[axis] < box.m[axis] + TILE[axis] || box.m[axis] + TILE[axis] >= p.tiles[axis] * TILE[axis])",
+        "at[axis] < box.m[axis] + TILE[axis]",
+        "kept",
+    ),
+    "kept inputs of the wrong plane": Mutant(
+        "conv_halo.cu",
+        "channel + c) * p.in[0] + at[0]) * p.in[1]",
+        "channel + c) * p.in[0]) * p.in[1]",
+        "kept",
+    ),
+    "kept inputs lost where the first phase has no taps": Mutant(
+        "conv_halo.cu", "steps > 0 || keeps ?", "steps > 0 ?", "kept_slices"
+    ),
+    "slices not waited for": Mutant(
+        "conv_halo.cu",
+        "__syncthreads();  // all warps are done with the slice before",
+        ";",
+        "slices",
+        repaired=False,
+    ),
+    "slices' weights of the first one": Mutant(
+        "conv_halo.cu", "(index_t(slice) * p.step_count + first)", "index_t(first)", "slices"
+    ),
+    "last slice skipped": Mutant(
+        "conv_halo.cu", "? SLICES : 0); slice++", "? SLICES - 1 : 0); slice++", "slices"
+    ),
+    "slices made exact with the first one's weights": Mutant(
+        "conv_halo.cu", "c / SLICE_CHANNELS * slice_k8 + index_t(s)", "index_t(s)", "slices", "one_inf"
+    ),
+    "no barrier before a phase without taps": Mutant(
+        "conv_halo.cu", "__syncthreads();  // a phase without taps", ";  //", "kept_slices"
+    ),
+    "idle voxels stored": Mutant(
+        "conv_halo.cu", "place.inside = TILE_M == ROWS_M || voxel < TILE_M;", "place.inside = true;", "idle"
+    ),
     "fma infinities meet the halo": Mutant(
         "conv_fma.cu", "if (!is_finite(acc[i][j])) acc", "if (false) acc", "conv", "inf_weight"
     ),
@@ -163,6 +249,12 @@ def check_rounding(op: Operator) -> None:
     np.testing.assert_array_equal(got, compiled(op, algorithm="fma")(tensors, poisoned(op)))
 
 
+def restrict(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let an operator have only the tiles that it is there for."""
+    if name in TILES:
+        only_tiles(monkeypatch, TILES[name])
+
+
 def noticed(mutant: Mutant) -> bool:
     """Does some check fail under some order of threads and copies?"""
     op = OPERATORS[mutant.operators]
@@ -176,7 +268,7 @@ def noticed(mutant: Mutant) -> bool:
                 if mutant.precision == "tf32":
                     check_rounding(op)
                 else:
-                    check(op, tensors, algorithm=algorithm)
+                    check(op, tensors, algorithm=algorithm, prologue="fused")
             except (AssertionError, KernelError):
                 return True
     return False
@@ -193,6 +285,7 @@ def test_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     text = text.replace(mutant.old, mutant.new, 1)
     (folder / mutant.file).write_text(text if mutant.repaired else text.replace(*NO_REPAIR))
     monkeypatch.setattr(toolkit, "KERNELS", folder)
+    restrict(monkeypatch, mutant.operators)
     assert noticed(mutant)
 
 
@@ -205,19 +298,27 @@ def test_finite_data_needs_no_repair(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert NO_REPAIR[0] in text
     (folder / "conv_halo.cu").write_text(text.replace(*NO_REPAIR))
     monkeypatch.setattr(toolkit, "KERNELS", folder)
-    for op in OPERATORS.values():
+    for name, op in OPERATORS.items():
         for schedule, copies in SCHEDULES:
-            with machine(devices=1, arch="8.0", schedule=schedule, async_copy=copies):
-                check(op, tensors_of(op, "signed"), algorithm="halo")
+            with (
+                monkeypatch.context() as meanwhile,
+                machine(devices=1, arch="8.0", schedule=schedule, async_copy=copies),
+            ):
+                restrict(meanwhile, name)
+                check(op, tensors_of(op, "signed"), algorithm="halo", prologue="fused")
 
 
 @simulator_only
 @pytest.mark.parametrize("algorithm", ["halo", "fma"])
-def test_without_a_fault_the_same_checks_pass(algorithm: str) -> None:
-    for name, op in OPERATORS.items():
-        for kind in ("signed", "one_inf", "one_nan", *(["large_mean"] if name == "norm" else [])):
-            for schedule, copies in SCHEDULES:
-                with machine(devices=1, arch="8.0", schedule=schedule, async_copy=copies):
-                    check(op, tensors_of(op, kind), algorithm=algorithm)
-                    if name == "conv" and algorithm == "halo":
-                        check_rounding(op)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_without_a_fault_the_same_checks_pass(
+    name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = OPERATORS[name]
+    restrict(monkeypatch, name)
+    for kind in ("signed", "one_inf", "one_nan", *(["large_mean"] if name == "norm" else [])):
+        for schedule, copies in SCHEDULES:
+            with machine(devices=1, arch="8.0", schedule=schedule, async_copy=copies):
+                check(op, tensors_of(op, kind), algorithm=algorithm, prologue="fused")
+                if name == "conv" and algorithm == "halo":
+                    check_rounding(op)

@@ -180,7 +180,10 @@ def main(arguments: Sequence[str]) -> int:
         The exit status.
     """
     if "--version" in arguments or "-V" in arguments:
+        # Who keeps cubins tells compilers apart by this text; so it changes with everything that goes into one.
+        inputs = [*(SOURCES / "device").iterdir(), SOURCES / "abi.h", Path(__file__)]
         print("nvcc: the stand-in of the CUDA simulator\nCuda compilation tools, release 13.0, V13.0.0")
+        print(f"Build {content_hash(inputs, compiler_version())}")
         return 0
     if "--list-gpu-code" in arguments:
         print("\n".join(f"sm_{capability}" for capability in ARCHITECTURES))

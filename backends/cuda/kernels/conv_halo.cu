@@ -214,26 +214,27 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
 #pragma unroll 1
   for (int first = threadIdx.x; first < COUNT; first += TOGETHER * THREADS) {
     float value[TOGETHER];  // whose reads are under way at once
-    bool kept[TOGETHER];
+    int place[TOGETHER];    // in the tile, or -1
+    float *kept[TOGETHER];
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
-      const int i = first + k * THREADS, c = channel + i / (ROW * ROWS_Y * ROWS_Z);
-      const int at[3] = {box.m[0] + i / (ROW * ROWS_Y) % ROWS_Z - LOW_Z, box.m[1] + i / ROW % ROWS_Y - LOW_Y,
-                         box.m[2] + i % ROW - LOW_X};
-      const bool inside = unsigned(at[0]) < unsigned(p.in[0]) && unsigned(at[1]) < unsigned(p.in[1])
-                          && unsigned(at[2]) < unsigned(p.in[2]) && c < IN_CHANNELS && i < COUNT;
-      value[k] = inside ? input_at(p, box.batch, c, at[0], at[1], at[2]) : 0.f;
-      kept[k] = KEEP_X && keep && inside && owns(p, box, at);
+      const int i = first + k * THREADS, row = i / ROW % (ROWS_Y * ROWS_Z), c = i / (ROW * ROWS_Y * ROWS_Z);
+      const int in_row = i % ROW - LOW_X;
+      const int at[3] = {box.m[0] + row / ROWS_Y - LOW_Z, box.m[1] + row % ROWS_Y - LOW_Y, box.m[2] + in_row};
+      const bool inside = i < COUNT && channel + c < IN_CHANNELS && unsigned(at[0]) < unsigned(p.in[0])
+                          && unsigned(at[1]) < unsigned(p.in[1]) && unsigned(at[2]) < unsigned(p.in[2]);
+      value[k] = inside ? input_at(p, box.batch, channel + c, at[0], at[1], at[2]) : 0.f;
+      place[k] = i < COUNT ? c * PITCH_C + row * PITCH_X + PAD_X + in_row : -1;
+      kept[k] = KEEP_X && keep && inside && owns(p, box, at)
+                    ? p.kept
+                          + (((box.batch * IN_CHANNELS + channel + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2]
+                          + at[2]
+                    : nullptr;
     }
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
-      const int i = first + k * THREADS, x = i % ROW - LOW_X, row = i / ROW % (ROWS_Y * ROWS_Z),
-                c = i / (ROW * ROWS_Y * ROWS_Z);
-      if (i < COUNT) tile[c * PITCH_C + row * PITCH_X + PAD_X + x] = value[k];
-      if (kept[k])
-        p.kept[((index_t(box.batch) * IN_CHANNELS + channel + c) * p.in[0] + box.m[0] + row / ROWS_Y - LOW_Z)
-                   * p.in[1] * p.in[2]
-               + index_t(box.m[1] + row % ROWS_Y - LOW_Y) * p.in[2] + box.m[2] + x] = value[k];
+      if (place[k] >= 0) tile[place[k]] = value[k];
+      if (kept[k]) *kept[k] = value[k];
     }
   }
 }

@@ -87,16 +87,26 @@ void fail(Outcome kind, const char *format, ...) {
     leave_block();
 }
 
-// The current fiber can't go on: runs the next ready one, or ends the block.
+// The next ready fiber among `count` from `first` on, after the current one in the launch's order; or null.
+static Fiber *next_ready(unsigned first, unsigned count) {
+    unsigned i = current->index - first;
+    for (unsigned tried = 0; tried < count; tried++) {
+        if (launch->reverse) i = (i ? i : count) - 1;
+        else if (++i == count) i = 0;
+        if (fibers[first + i].state == State::ready) return &fibers[first + i];
+    }
+    return nullptr;
+}
+
+// The current fiber can't go on: runs the next ready one, or ends the block. A warp runs until all its lanes wait for
+// other warps; so it gets as far ahead of them as barriers let it.
 static void run_next() {
-    unsigned i = current->index;
-    for (unsigned tried = 0; tried < thread_count; tried++) {
-        if (launch->reverse) i = (i ? i : thread_count) - 1;
-        else if (++i == thread_count) i = 0;
-        if (fibers[i].state == State::ready) {
-            if (&fibers[i] != current) switch_to(&fibers[i]);
-            return;
-        }
+    unsigned first = current->index / WARP_SIZE * WARP_SIZE;
+    Fiber *next = next_ready(first, std::min(WARP_SIZE, thread_count - first));
+    if (!next) next = next_ready(0, thread_count);
+    if (next) {
+        if (next != current) switch_to(next);
+        return;
     }
     if (alive_count)
         fail(Outcome::launch_failure, "deadlock: the remaining threads wait at different barriers or warp functions "
