@@ -173,7 +173,7 @@ MUTANTS = {
         "const bool inside = row;",
     ),
     "prologue on what is not there": Mutant(
-        "conv_halo.cu", "at[0], at[1], at[2]) : 0.f;", "at[0], at[1], at[2]) : 1.f;", "pool_first"
+        "conv_halo.cu", "inside && c < IN_CHANNELS ? made : 0.f;", "made;", "pool_first"
     ),
     "prologue chain skipped": Mutant(
         "conv_halo.cu", "return prepare<PRE_SECOND_CHAIN>(second, v, c);", "return v;", "pool_first"
@@ -186,8 +186,8 @@ MUTANTS = {
     ),
     "prologue window a line too far": Mutant(
         "conv_halo.cu",
-        "+ index_t(y) * PRE_Y) * p.source[2]",
-        "+ index_t(y) * (PRE_Y - 1)) * p.source[2]",
+        "+ index_t(y) * PRE_Y)\n",
+        "+ index_t(y) * (PRE_Y - 1))\n",
         "pool_first",
     ),
     "window summed, not averaged": Mutant(
@@ -198,14 +198,14 @@ MUTANTS = {
     ),
     "kept inputs behind the last box lost": Mutant(
         "conv_halo.cu",
-        "(at[axis] < box.m[axis] + TILE[axis] || box.m[axis] + TILE[axis] >= p.tiles[axis] * TILE[axis])",
-        "at[axis] < box.m[axis] + TILE[axis]",
+        "(at[axis] < end || end >= p.tiles[axis] * TILE[axis])",
+        "at[axis] < end",
         "kept",
     ),
     "kept inputs of the wrong plane": Mutant(
         "conv_halo.cu",
-        "channel + c) * p.in[0] + at[0]) * p.in[1]",
-        "channel + c) * p.in[0]) * p.in[1]",
+        "c) * p.in[0] + at[0]) * p.in[1]",
+        "c) * p.in[0]) * p.in[1]",
         "kept",
     ),
     "kept inputs lost where the first phase has no taps": Mutant(

@@ -154,18 +154,6 @@ __device__ __forceinline__ Box box_at(const HaloParams &p) {
   return box;
 }
 
-// Is this input the box's own? A box at the end of an axis owns what lies behind it too, so that each input that
-// any box reads has one owner.
-__device__ __forceinline__ bool owns(const HaloParams &p, const Box &box, const int (&at)[3]) {
-  constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X};
-  bool own = box.channel == 0;
-#pragma unroll
-  for (int axis = 0; axis < 3; axis++)
-    own = own && at[axis] >= box.m[axis]
-          && (at[axis] < box.m[axis] + TILE[axis] || box.m[axis] + TILE[axis] >= p.tiles[axis] * TILE[axis]);
-  return own;
-}
-
 __device__ __forceinline__ void clear(Rows &rows) {
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
@@ -189,12 +177,17 @@ __device__ __forceinline__ float prepare(const Stage *stages, float v, int c) {
   return v;
 }
 
-// The convolution's input at a place that exists.
-__device__ __forceinline__ float input_at(const HaloParams &p, index_t batch, int c, int z, int y, int x) {
-  const float *corner = p.x
-                        + (((batch * IN_CHANNELS + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1]
-                           + index_t(y) * PRE_Y) * p.source[2]
-                        + index_t(x) * PRE_X;
+// Where the window of an input starts.
+__device__ __forceinline__ const float *corner_of(const HaloParams &p, index_t batch, int c, int z, int y,
+                                                  int x) {
+  return p.x
+         + (((batch * IN_CHANNELS + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1] + index_t(y) * PRE_Y)
+               * p.source[2]
+         + index_t(x) * PRE_X;
+}
+
+// The input of channel c that is made from a window.
+__device__ __forceinline__ float input_from(const HaloParams &p, const float *corner, int c) {
   const Stage *first = p.stages + 2 * MAX_STAGES, *second = first + MAX_STAGES;
   const auto change = [=](float v) { return prepare<PRE_FIRST_CHAIN>(first, v, c); };
   float v;
@@ -205,40 +198,62 @@ __device__ __forceinline__ float input_at(const HaloParams &p, index_t batch, in
   return prepare<PRE_SECOND_CHAIN>(second, v, c);
 }
 
-// Start to load the slice of channels that starts at `channel`, of this box and its halo; zeros where there is no input.
 #if PROLOGUE
+// Where the second pass reads an input of channel c, or null where it is another box's. A box at the end of an axis owns
+// what lies behind it too, so that each input that any box reads has one owner.
+__device__ __forceinline__ float *kept_at(const HaloParams &p, const Box &box, int c, const int (&at)[3]) {
+  constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X};
+  bool own = box.channel == 0;
+#pragma unroll
+  for (int axis = 0; axis < 3; axis++) {
+    const int end = box.m[axis] + TILE[axis];
+    own = own && at[axis] >= box.m[axis] && at[axis] < p.in[axis]
+          && (at[axis] < end || end >= p.tiles[axis] * TILE[axis]);
+  }
+  return own ? p.kept + (((box.batch * IN_CHANNELS + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2] + at[2]
+             : nullptr;
+}
+
+// Start to load the slice of channels that starts at `channel`, of this box and its halo; zeros where there is no input.
+// A thread makes TOGETHER channels of a place at once, all of whose reads are under way before the first one is used.
+// No branch may wait for them: what is not there is made of the nearest input.
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool keep,
                                        float *tile) {
-  constexpr int ROW = TILE_X + LOW_X + HIGH_X, COUNT = SLICE_CHANNELS * ROWS_Z * ROWS_Y * ROW;
-  constexpr int TOGETHER = PRE_VOLUME >= 32 ? 1 : PRE_VOLUME > 4 ? 32 / PRE_VOLUME : 8;
+  constexpr int ROW_X = TILE_X + LOW_X + HIGH_X, PLACES = ROWS_Z * ROWS_Y * ROW_X;
+  constexpr int TOGETHER = PRE_VOLUME > 16 ? 1 : PRE_VOLUME > 8 ? 2 : PRE_VOLUME > 4 ? 4 : 8;
+  const index_t plane = index_t(p.source[0]) * p.source[1] * p.source[2],
+                in_plane = index_t(p.in[0]) * p.in[1] * p.in[2];
 #pragma unroll 1
-  for (int first = threadIdx.x; first < COUNT; first += TOGETHER * THREADS) {
-    float value[TOGETHER];  // whose reads are under way at once
-    int place[TOGETHER];    // in the tile, or -1
-    float *kept[TOGETHER];
+  for (int i = threadIdx.x; i < SLICE_CHANNELS / TOGETHER * PLACES; i += THREADS) {
+    const int x = i % ROW_X - LOW_X, row = i / ROW_X % (ROWS_Y * ROWS_Z), first = i / PLACES * TOGETHER;
+    const int at[3] = {box.m[0] + row / ROWS_Y - LOW_Z, box.m[1] + row % ROWS_Y - LOW_Y, box.m[2] + x};
+    bool inside = true;
+    int there[3];
+#pragma unroll
+    for (int axis = 0; axis < 3; axis++) {
+      there[axis] = min(max(at[axis], 0), p.in[axis] - 1);
+      inside = inside && there[axis] == at[axis];
+    }
+    const float *corner = corner_of(p, box.batch, 0, there[0], there[1], there[2]);
+    float value[TOGETHER];
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
-      const int i = first + k * THREADS, row = i / ROW % (ROWS_Y * ROWS_Z), c = i / (ROW * ROWS_Y * ROWS_Z);
-      const int in_row = i % ROW - LOW_X;
-      const int at[3] = {box.m[0] + row / ROWS_Y - LOW_Z, box.m[1] + row % ROWS_Y - LOW_Y, box.m[2] + in_row};
-      const bool inside = i < COUNT && channel + c < IN_CHANNELS && unsigned(at[0]) < unsigned(p.in[0])
-                          && unsigned(at[1]) < unsigned(p.in[1]) && unsigned(at[2]) < unsigned(p.in[2]);
-      value[k] = inside ? input_at(p, box.batch, channel + c, at[0], at[1], at[2]) : 0.f;
-      place[k] = i < COUNT ? c * PITCH_C + row * PITCH_X + PAD_X + in_row : -1;
-      kept[k] = KEEP_X && keep && inside && owns(p, box, at)
-                    ? p.kept
-                          + (((box.batch * IN_CHANNELS + channel + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2]
-                          + at[2]
-                    : nullptr;
+      const int c = channel + first + k, from = min(c, IN_CHANNELS - 1);
+      const float made = input_from(p, corner + from * plane, from);
+      value[k] = inside && c < IN_CHANNELS ? made : 0.f;
     }
 #pragma unroll
-    for (int k = 0; k < TOGETHER; k++) {
-      if (place[k] >= 0) tile[place[k]] = value[k];
-      if (kept[k]) *kept[k] = value[k];
+    for (int k = 0; k < TOGETHER; k++) tile[(first + k) * PITCH_C + row * PITCH_X + PAD_X + x] = value[k];
+    if (KEEP_X && keep) {
+      float *kept = kept_at(p, box, channel + first, at);
+#pragma unroll
+      for (int k = 0; k < TOGETHER; k++)
+        if (kept && channel + first + k < IN_CHANNELS) kept[k * in_plane] = value[k];
     }
   }
 }
 #else
+// The same without a prologue: asynchronous copies.
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool, float *tile) {
   constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
@@ -411,7 +426,7 @@ __device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, 
 #pragma unroll 1
     for (int c = 0; c < IN_CHANNELS; c++) {
       const index_t slab = c / SLICE_CHANNELS * slice_k8 + index_t(s) * SLICE_K8 + c % SLICE_CHANNELS / 8;
-      total = fmaf(input_at(p, box.batch, c, z, y, x),
+      total = fmaf(input_from(p, corner_of(p, box.batch, c, z, y, x), c),
                    w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
     }
   }
