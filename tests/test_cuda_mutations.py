@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from backends.cuda import toolkit
 from dispatcher.errors import KernelError
 from dispatcher.operator import Operator
-from tests.cuda_support import check, compiled, machine, poisoned, simulator_only
+from tests.cuda_support import check, compiled, machine, plant, poisoned, simulator_only
 from tests.strategies import conv_operator, tensors_of
 
 NORM = [{"op": "layer_norm", "eps": 1e-5}]
@@ -186,25 +184,15 @@ def noticed(mutant: Mutant) -> bool:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
-    folder = tmp_path / "kernels"
-    shutil.copytree(toolkit.KERNELS, folder)
-    text = (folder / mutant.file).read_text()
-    assert mutant.old in text, "the kernel no longer has the line that this mutant changes"
-    text = text.replace(mutant.old, mutant.new, 1)
-    (folder / mutant.file).write_text(text if mutant.repaired else text.replace(*NO_REPAIR))
-    monkeypatch.setattr(toolkit, "KERNELS", folder)
+    repair = [] if mutant.repaired else [NO_REPAIR]
+    plant(monkeypatch, tmp_path / "kernels", mutant.file, (mutant.old, mutant.new), *repair)
     assert noticed(mutant)
 
 
 @simulator_only
 def test_finite_data_needs_no_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a missing wait or barrier could hide behind sums that are made again."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(toolkit.KERNELS, folder)
-    text = (folder / "conv_halo.cu").read_text()
-    assert NO_REPAIR[0] in text
-    (folder / "conv_halo.cu").write_text(text.replace(*NO_REPAIR))
-    monkeypatch.setattr(toolkit, "KERNELS", folder)
+    plant(monkeypatch, tmp_path / "kernels", "conv_halo.cu", NO_REPAIR)
     for op in OPERATORS.values():
         for schedule, copies in SCHEDULES:
             with machine(devices=1, arch="8.0", schedule=schedule, async_copy=copies):

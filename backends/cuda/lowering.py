@@ -41,6 +41,8 @@ MAX_GRID = 2**31 - 1
 _GENERAL_BLOCK = 256
 _UNROLLED_WINDOW = 64  # elements
 _MAX_HALO_PHASES = 64
+#: A box ends up to 64 voxels times a stride of up to 64 beyond an axis, and conv_halo.cu counts that in 32 bits too.
+_MAX_HALO_EXTENT = 2**31 - 2**13
 
 _C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
 _STAGE = np.dtype([("a_channels", "u8"), ("b_channels", "u8"), ("a", "f8"), ("b", "f8")], align=True)
@@ -245,6 +247,8 @@ class CudaFusion:
             return "channel groups take the general kernel"
         if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
             return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
+        if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > _MAX_HALO_EXTENT:
+            return f"extents of more than {_MAX_HALO_EXTENT} voxels take the general kernel"
         if self.halo(convolution, Epilogue()) is None:
             return "no box of inputs fits the shared memory"
         return None
