@@ -17,7 +17,7 @@
 namespace driver {
 
 constexpr ptrdiff_t CHECKED_GAP = 256;
-constexpr size_t POISON_FILE_BYTES = 64 << 20;         // larger allocations are made of this file
+constexpr size_t POISON_FILE_BYTES = 64 << 20;              // larger allocations are made of this file
 constexpr size_t LARGE_GUARD_BYTES = sizeof(double) << 32;  // of theirs
 
 struct Allocation {
