@@ -432,7 +432,10 @@ class CompiledOperator:
             if choice.executable is None:
                 return np.empty(operator.output_shape, operator.dtype) if output is None else output
             inputs = self._inputs(program, choice, tensors)
-            check_host_memory(operator, choice.device, output is None)
+            on_host = all(
+                isinstance(array, np.ndarray) for array in inputs.values()
+            )  # where the result will be
+            check_host_memory(operator, choice.device, output is None and on_host)
             trace = tracing.current()
             if trace is not None and timings is None:
                 timings = Timings()

@@ -6,8 +6,10 @@ with the probe's reason, or fail if the environment variable ``DISPATCHER_TEST_R
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ if SIMULATED:
     except cudasim.RealDriverError:
         SIMULATED = False
 
-from backends.cuda import BACKEND, driver, tiles  # noqa: E402
+from backends.cuda import BACKEND, driver, tiles, toolkit  # noqa: E402
 from backends.cuda.executable import CudaExecutable  # noqa: E402
 from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
@@ -102,6 +104,18 @@ def check(op: Operator, tensors: Mapping[str, np.ndarray], index: int = 0, **opt
     comparison = verify_result(op, tensors, result)
     assert comparison.passed, comparison.reason or comparison
     return result
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, file: str, *changes: tuple[str, str]) -> None:
+    """Use kernels in whose ``file`` the first occurrence of each old text became the new one; ``folder`` is to hold
+    them."""
+    shutil.copytree(toolkit.KERNELS, folder)
+    text = (folder / file).read_text()
+    for old, new in changes:
+        assert old in text, f"{file} no longer has the text that is to be changed: {old}"
+        text = text.replace(old, new, 1)
+    (folder / file).write_text(text)
+    monkeypatch.setattr(toolkit, "KERNELS", folder)
 
 
 class OnDevice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda import toolkit
 from backends.cuda.tiles import HaloTask, HaloTile
 from dispatcher.errors import KernelError
 from dispatcher.operator import Operator
-from tests.cuda_support import check, compiled, machine, only_tiles, poisoned, simulator_only
+from tests.cuda_support import check, compiled, machine, only_tiles, plant, poisoned, simulator_only
 from tests.strategies import conv_operator, tensors_of
 
 NORM = [{"op": "layer_norm", "eps": 1e-5}]
@@ -278,13 +276,8 @@ def noticed(mutant: Mutant) -> bool:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
-    folder = tmp_path / "kernels"
-    shutil.copytree(toolkit.KERNELS, folder)
-    text = (folder / mutant.file).read_text()
-    assert mutant.old in text, "the kernel no longer has the line that this mutant changes"
-    text = text.replace(mutant.old, mutant.new, 1)
-    (folder / mutant.file).write_text(text if mutant.repaired else text.replace(*NO_REPAIR))
-    monkeypatch.setattr(toolkit, "KERNELS", folder)
+    repair = [] if mutant.repaired else [NO_REPAIR]
+    plant(monkeypatch, tmp_path / "kernels", mutant.file, (mutant.old, mutant.new), *repair)
     restrict(monkeypatch, mutant.operators)
     assert noticed(mutant)
 
@@ -292,12 +285,7 @@ def test_mutant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @simulator_only
 def test_finite_data_needs_no_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a missing wait or barrier could hide behind sums that are made again."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(toolkit.KERNELS, folder)
-    text = (folder / "conv_halo.cu").read_text()
-    assert NO_REPAIR[0] in text
-    (folder / "conv_halo.cu").write_text(text.replace(*NO_REPAIR))
-    monkeypatch.setattr(toolkit, "KERNELS", folder)
+    plant(monkeypatch, tmp_path / "kernels", "conv_halo.cu", NO_REPAIR)
     for name, op in OPERATORS.items():
         for schedule, copies in SCHEDULES:
             with (

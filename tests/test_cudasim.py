@@ -250,6 +250,74 @@ def test_out_of_memory(cuda: ModuleType, context: Any) -> None:
         cuda.mem_alloc(16 << 20).free()
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_large_allocation_takes_memory_only_where_it_is_written(cuda: ModuleType, context: Any) -> None:
+    size, x = 1 << 40, random_matrix(1000)
+    with emulate(memory_mb=1 << 21):
+        before = resident_bytes()
+        memory = cuda.mem_alloc(size)
+        out = np.zeros_like(x)
+        for at in (0, size // 2 + 4, size - x.nbytes):
+            cuda.memcpy_dtoh(out, int(memory) + at)
+            assert np.isnan(out).all()
+            cuda.memcpy_htod(int(memory) + at, x)
+            cuda.memcpy_dtoh(out, int(memory) + at)
+            np.testing.assert_array_equal(out, x)
+        assert resident_bytes() - before < 256 << 20
+        with pytest.raises(cuda.LogicError, match="invalid argument"):
+            cuda.memcpy_htod(int(memory) + size - x.nbytes + 4, x)
+        memory.free()
+
+
+@pytest.mark.parametrize("index", [-(1 << 31), (1 << 31) - 1])
+def test_an_access_far_outside_a_large_allocation(
+    cuda: ModuleType, load: Callable[..., Any], index: int
+) -> None:
+    """What lies within the reach of a 32-bit offset belongs to nobody else."""
+    others = [cuda.mem_alloc(100 << 20) for _ in range(3)]
+    with pytest.raises(cuda.Error, match=r"\d{10,} bytes (before|past the end of) an allocation"):
+        load("faulty").get_function("write_at")(others[1], np.int32(index), block=(1, 1, 1))
+    for other in others:
+        other.free()
+
+
+def test_poison(cuda: ModuleType, context: Any) -> None:
+    out = np.zeros(1000, np.uint8)
+    for size in (out.nbytes, 100 << 20):
+        with emulate(poison=0x4F):
+            memory = cuda.mem_alloc(size)
+        cuda.memcpy_dtoh(out, memory)
+        assert (out == 0x4F).all()
+        memory.free()
+
+
+@pytest.mark.parametrize("schedule", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    "chosen", [slice(None), slice(3), slice(-2, None), slice(2, -1), slice(4, 4), slice(-9, 9)]
+)
+def test_some_blocks(cuda: ModuleType, load: Callable[..., Any], chosen: slice, schedule: Any) -> None:
+    blocks, n = 6, 32
+    x, sums = np.ones((blocks, n), np.float32), np.zeros(blocks, np.float32)
+    with emulate(blocks=chosen, schedule=schedule):
+        load("correct").get_function("sum_rows")(
+            np.int8(0), cuda.In(x), np.int16(0), np.float64(1), cuda.InOut(sums), np.int32(n),
+            grid=(blocks, 1, 1), block=(n, 1, 1), shared=128,
+        )  # fmt: skip
+    wanted = np.zeros(blocks)
+    wanted[chosen] = n
+    np.testing.assert_array_equal(sums, wanted)
+
+
+def test_processors(cuda: ModuleType) -> None:
+    count = cuda.device_attribute.MULTIPROCESSOR_COUNT
+    with emulate(processors=132):
+        assert cuda.Device(0).get_attribute(count) == 132
+    assert cuda.Device(0).get_attribute(count) == 4
+
+
 def test_streams_and_events(cuda: ModuleType, context: Any) -> None:
     x = cuda.pagelocked_empty(1000, np.float32)
     x[:] = random_matrix(1000)

@@ -74,6 +74,12 @@ class CudaBackend:
             elements = math.prod(convolution.geometry.weight_shape)
             if elements > _LARGEST_EXTENT:
                 return f"{elements} weights are more than the {_LARGEST_EXTENT} that the kernels count to"
+            reach = max(abs(offset) for axis in convolution.geometry.axes for offset in axis.offset_range)
+            if reach > _LARGEST_EXTENT:
+                return (
+                    f"padding and dilation shift the input by {reach} voxels, more than the "
+                    f"{_LARGEST_EXTENT} that the kernels count to"
+                )
         return None
 
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> CudaExecutable:

@@ -15,6 +15,8 @@ from dispatcher.operator import Operator
 from dispatcher.steps import ConvTranspose3d, Step
 
 _MAX_HALO_PHASES = 64
+#: A box ends up to 64 voxels times a stride of up to 64 beyond an axis, and conv_halo.cu counts that in 32 bits too.
+_MAX_HALO_EXTENT = 2**31 - 2**13
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class CudaFusion:
             return "channel groups take the general kernel"
         if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
             return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
+        if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > _MAX_HALO_EXTENT:
+            return f"extents of more than {_MAX_HALO_EXTENT} voxels take the general kernel"
         if self.halo(convolution, Epilogue()) is None:
             return "no box of inputs fits the shared memory"
         return None

@@ -118,11 +118,14 @@ def emulate(
     devices: int | None = None,
     arch: str | None = None,
     memory_mb: int | None = None,
+    poison: int | None = None,
+    processors: int | None = None,
     alignment: Literal[16, 32, 64, 128, 256] | None = None,
     schedule: Literal["forward", "reverse"] | None = None,
     async_copy: Literal["late", "eager"] | None = None,
     mma: Literal["rn", "rz"] | None = None,
     threads: int | None = None,
+    blocks: slice | None = None,
 ) -> Iterator[None]:
     """Changes what the simulator emulates, for the length of a `with` block. None leaves a setting as it is.
 
@@ -131,7 +134,11 @@ def emulate(
     Args:
         devices: How many devices there are (0 to 8; 2 by default).
         arch: Compute capability, such as "8.0", or one per device, "8.0,9.0"; "8.9" by default.
-        memory_mb: Memory of each device; 8192 by default.
+        memory_mb: Memory of each device; 8192 by default. It may be more than this machine has: an allocation above
+            64 MB takes memory only where it is written.
+        poison: The byte that fresh device memory is full of; 255 by default, which makes NaN. With others a stray
+            read shows where a kernel deals with NaN.
+        processors: Multiprocessors of each device; 4 by default.
         alignment: Of allocations; 256 by default, as on a GPU. With 16, reads closer behind an allocation's
             end are caught as well.
         schedule: In which order threads and blocks run. "reverse" finds missing barriers that "forward"
@@ -139,16 +146,20 @@ def emulate(
         async_copy: Whether cp.async copies at its wait ("late", the default) or at once ("eager").
         mma: Whether tensor-core sums are rounded ("rn", the default) or truncated as on real ones ("rz").
         threads: How many OS threads run a launch's blocks; as many as there are CPUs by default.
+        blocks: Run only these of each launch's blocks, such as slice(-8, None) for the last eight; all by default.
     """
     wanted = {
         "DEVICES": devices,
         "ARCH": arch,
         "MEMORY_MB": memory_mb,
+        "POISON": poison,
+        "PROCESSORS": processors,
         "ALIGNMENT": alignment,
         "SCHEDULE": schedule,
         "ASYNC_COPY": async_copy,
         "MMA": mma,
         "THREADS": threads,
+        "BLOCKS": blocks and ":".join("" if n is None else str(n) for n in (blocks.start, blocks.stop)),
     }
     changes = {f"{SWITCH}_{name}": str(value) for name, value in wanted.items() if value is not None}
     before = {name: os.environ.get(name) for name in changes}

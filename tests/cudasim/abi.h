@@ -6,7 +6,7 @@
 
 namespace cusim_abi {
 
-constexpr int VERSION = 1;
+constexpr int VERSION = 2;
 
 enum class Outcome {
     ok,
@@ -35,7 +35,8 @@ struct Launch {
     bool reverse;         // run threads and blocks last to first
     bool eager_copies;    // cp.async copies at once instead of at the wait
     bool truncating_mma;  // mma.sync cuts its sums as tensor cores do, instead of rounding them
-    std::atomic<uint64_t> *next_block;
+    uint64_t first_block, end_block;  // of those that run
+    std::atomic<uint64_t> *next_block;  // counts from 0
     std::atomic<bool> *stop;
     Arena arena;
     char message[320];    // out: what went wrong, and where

@@ -244,11 +244,11 @@ Outcome run_blocks(Launch &requested, void (*body)(const void *), const void *ar
     thread_count = block_size.x * block_size.y * block_size.z;
     eager_copies = launch->eager_copies;
     truncating_mma = launch->truncating_mma;
-    uint64_t blocks = uint64_t(grid_size.x) * grid_size.y * grid_size.z;
+    uint64_t blocks = launch->end_block - launch->first_block;
     while (outcome == Outcome::ok && !launch->stop->load(std::memory_order_relaxed)) {
         uint64_t taken = launch->next_block->fetch_add(1, std::memory_order_relaxed);
         if (taken >= blocks) break;
-        uint64_t block = launch->reverse ? blocks - 1 - taken : taken;
+        uint64_t block = launch->first_block + (launch->reverse ? blocks - 1 - taken : taken);
         block_index.x = block % grid_size.x;
         block_index.y = block / grid_size.x % grid_size.y;
         block_index.z = block / grid_size.x / grid_size.y;

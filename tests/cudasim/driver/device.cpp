@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <thread>
 
 namespace driver {
@@ -39,10 +40,27 @@ int device_count() {
 }
 size_t memory_bytes() { return size_t(atol(setting("DISPATCHER_CUDA_SIM_MEMORY_MB", "8192"))) << 20; }
 size_t allocation_alignment() { return size_t(atol(setting("DISPATCHER_CUDA_SIM_ALIGNMENT", "256"))); }
+unsigned char poison_byte() { return static_cast<unsigned char>(atoi(setting("DISPATCHER_CUDA_SIM_POISON", "255"))); }
+int processor_count() { return std::max(1, atoi(setting("DISPATCHER_CUDA_SIM_PROCESSORS", "4"))); }
 unsigned worker_limit() {
     int limit = atoi(setting("DISPATCHER_CUDA_SIM_THREADS", "0"));
     return limit > 0 ? unsigned(limit) : std::thread::hardware_concurrency();
 }
+
+// DISPATCHER_CUDA_SIM_BLOCKS holds "FIRST:END", either of which may be missing; negative numbers count from the end.
+void chosen_blocks(uint64_t blocks, uint64_t &first, uint64_t &end) {
+    const char *first_text = setting("DISPATCHER_CUDA_SIM_BLOCKS", ":"), *colon = strchr(first_text, ':');
+    auto position = [blocks](const char *text, uint64_t missing) {
+        char *rest;
+        long long number = strtoll(text, &rest, 10);
+        if (rest == text) return missing;
+        if (number < 0) number += (long long)blocks;
+        return uint64_t(std::clamp(number, 0LL, (long long)blocks));
+    };
+    first = position(first_text, 0);
+    end = std::max(first, colon ? position(colon + 1, blocks) : blocks);
+}
+
 bool reverse_schedule() { return setting_is("DISPATCHER_CUDA_SIM_SCHEDULE", "reverse"); }
 bool eager_copies() { return setting_is("DISPATCHER_CUDA_SIM_ASYNC_COPY", "eager"); }
 bool truncating_mma() { return setting_is("DISPATCHER_CUDA_SIM_MMA", "rz"); }
@@ -142,7 +160,7 @@ DRIVER_API cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevi
         case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK:
         case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR: *value = 65536; break;
         case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
-        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 4; break;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = processor_count(); break;
         case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: *value = arch.threads_per_multiprocessor; break;
         case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: *value = arch.blocks_per_multiprocessor; break;
         case CU_DEVICE_ATTRIBUTE_CLOCK_RATE:

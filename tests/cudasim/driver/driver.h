@@ -36,7 +36,10 @@ int device_count();
 const Architecture *architecture(int device);  // null: not one that is emulated
 size_t memory_bytes();
 size_t allocation_alignment();
+unsigned char poison_byte();  // what fresh device memory holds
+int processor_count();
 unsigned worker_limit();
+void chosen_blocks(uint64_t blocks, uint64_t &first, uint64_t &end);  // which of a launch's blocks run
 bool reverse_schedule();
 bool eager_copies();
 bool truncating_mma();

@@ -1,29 +1,36 @@
 // Device and pinned host memory, copies and fills. All of it is host memory; copies happen at once.
 //
-// An allocation starts out as 0xff bytes (NaN) and lies between two inaccessible ranges, its end (rounded up to the
-// alignment) right before the second. The gaps that alignment leaves are filled with 0xff and checked after launches.
+// An allocation starts out as poison, 0xff bytes (NaN) by default, and lies between two inaccessible ranges, its end
+// (rounded up to the alignment) right before the second. The gaps that alignment leaves hold poison too, which is checked
+// after launches.
+//
+// A large allocation takes memory only where it is written: until then its pages are those of one file of poison.
+// The ranges around it are so large that an offset cut to 32 bits ends there or in the allocation itself.
 #include "driver.h"
 
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 
 namespace driver {
 
 constexpr ptrdiff_t CHECKED_GAP = 256;
-constexpr unsigned char POISON = 0xff;
+constexpr size_t POISON_FILE_BYTES = 64 << 20;              // larger allocations are made of this file
+constexpr size_t LARGE_GUARD_BYTES = sizeof(double) << 32;  // of theirs
 
 struct Allocation {
     char *address;
     size_t bytes;
     char *mapping;
-    size_t mapping_bytes;
+    size_t mapping_bytes, guard_bytes;
     CUcontext owner;
     bool on_host;
+    unsigned char poison;
     char *end() const { return address + bytes; }
-    char *accessible() const { return mapping + GUARD_BYTES; }
-    char *accessible_end() const { return mapping + mapping_bytes - GUARD_BYTES; }
+    char *accessible() const { return mapping + guard_bytes; }
+    char *accessible_end() const { return mapping + mapping_bytes - guard_bytes; }
 };
 
 static std::map<uintptr_t, Allocation> allocations;  // by address
@@ -32,6 +39,36 @@ static size_t used_bytes[16];                             // per device
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+static void *map(void *where, size_t bytes, int protection, int flags, int file) {
+    return mmap(where, bytes, protection, MAP_PRIVATE | MAP_NORESERVE | flags, file, 0);
+}
+
+// Made on first use, and kept; -1 where that fails.
+static int poison_file(unsigned char poison) {
+    static std::map<unsigned char, int> files;
+    auto found = files.find(poison);
+    if (found != files.end()) return found->second;
+    int file = memfd_create("cusim-poison", MFD_CLOEXEC);
+    std::string content(POISON_FILE_BYTES, char(poison));
+    if (file < 0 || write(file, content.data(), content.size()) != ssize_t(content.size())) file = -1;
+    return files[poison] = file;
+}
+
+// Makes address space writable, and poisons it.
+static bool fill_with_poison(char *begin, char *end, unsigned char poison) {
+    constexpr int WRITABLE = PROT_READ | PROT_WRITE;
+    if (size_t(end - begin) <= POISON_FILE_BYTES) {
+        if (mprotect(begin, end - begin, WRITABLE)) return false;
+        memset(begin, poison, end - begin);
+        return true;
+    }
+    for (; begin < end; begin += POISON_FILE_BYTES) {
+        size_t bytes = std::min<size_t>(POISON_FILE_BYTES, end - begin);
+        if (map(begin, bytes, WRITABLE, MAP_FIXED, poison_file(poison)) == MAP_FAILED) return false;
+    }
+    return true;
+}
+
 static CUresult allocate(void **address, size_t bytes, bool on_host) {
     if (!bytes) return CUDA_ERROR_INVALID_VALUE;
     Lock lock(mutex);
@@ -39,14 +76,19 @@ static CUresult allocate(void **address, size_t bytes, bool on_host) {
     if (!on_host && bytes > memory_bytes() - std::min(memory_bytes(), used_bytes[owner->device]))
         return CUDA_ERROR_OUT_OF_MEMORY;
     size_t padded = round_up(bytes, allocation_alignment()), accessible = round_up(padded, PAGE);
-    size_t mapping_bytes = accessible + 2 * GUARD_BYTES;
-    void *mapped = mmap(nullptr, mapping_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t guard_bytes = accessible > POISON_FILE_BYTES ? LARGE_GUARD_BYTES : GUARD_BYTES;
+    size_t mapping_bytes = accessible + 2 * guard_bytes;
+    void *mapped = map(nullptr, mapping_bytes, PROT_NONE, MAP_ANONYMOUS, -1);
     if (mapped == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-    char *mapping = static_cast<char *>(mapped), *limit = mapping + GUARD_BYTES + accessible;
-    mprotect(mapping + GUARD_BYTES, accessible, PROT_READ | PROT_WRITE);
-    memset(mapping + GUARD_BYTES, POISON, accessible);
+    char *mapping = static_cast<char *>(mapped), *limit = mapping + guard_bytes + accessible;
+    unsigned char poison = poison_byte();
+    if (!fill_with_poison(mapping + guard_bytes, limit, poison)) {
+        munmap(mapping, mapping_bytes);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     char *start = limit - padded;
-    allocations[reinterpret_cast<uintptr_t>(start)] = {start, bytes, mapping, mapping_bytes, owner, on_host};
+    allocations[reinterpret_cast<uintptr_t>(start)] = {start,       bytes, mapping, mapping_bytes,
+                                                       guard_bytes, owner, on_host, poison};
     if (!on_host) used_bytes[owner->device] += bytes;
     *address = start;
     return CUDA_SUCCESS;
@@ -106,9 +148,9 @@ std::string describe_address(const void *address) {
     return "in no allocation";
 }
 
-static char *first_changed(char *begin, char *end) {
+static char *first_changed(char *begin, char *end, unsigned char poison) {
     for (; begin < end; begin++)
-        if (static_cast<unsigned char>(*begin) != POISON) return begin;
+        if (static_cast<unsigned char>(*begin) != poison) return begin;
     return nullptr;
 }
 
@@ -116,12 +158,12 @@ std::string find_stray_write() {
     for (const auto &entry : allocations) {
         const Allocation &a = entry.second;
         char *lowest = a.accessible(), *limit = a.accessible_end();
-        char *changed = first_changed(a.address - std::min<ptrdiff_t>(CHECKED_GAP, a.address - lowest), a.address);
-        if (!changed) changed = first_changed(a.end(), limit);
+        char *changed = first_changed(a.address - std::min<ptrdiff_t>(CHECKED_GAP, a.address - lowest), a.address, a.poison);
+        if (!changed) changed = first_changed(a.end(), limit, a.poison);
         if (!changed) continue;
         std::string text = "a write " + describe_address(changed);
-        memset(lowest, POISON, a.address - lowest);
-        memset(a.end(), POISON, limit - a.end());
+        memset(lowest, a.poison, a.address - lowest);
+        memset(a.end(), a.poison, limit - a.end());
         return text;
     }
     return "";

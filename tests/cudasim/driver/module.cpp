@@ -316,13 +316,15 @@ DRIVER_API cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> stop{false};
     Launch launch = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, parameters, nullptr, 0,
-                     reverse_schedule(), eager_copies(), truncating_mma(), &next_block, &stop, {}, ""};
+                     reverse_schedule(), eager_copies(), truncating_mma(), 0, 0, &next_block, &stop, {}, ""};
     if (extra) read_packed_arguments(launch, extra);
     std::string excess = check_limits(function, launch);
     if (!excess.empty()) return fail(CUDA_ERROR_INVALID_VALUE, kernel + excess);
 
     Lock lock(mutex);
-    uint64_t blocks = uint64_t(grid_x) * grid_y * grid_z;
+    chosen_blocks(uint64_t(grid_x) * grid_y * grid_z, launch.first_block, launch.end_block);
+    uint64_t blocks = launch.end_block - launch.first_block;
+    if (!blocks) return CUDA_SUCCESS;
     size_t workers = module->has_device_variables() ? 1 : size_t(std::min<uint64_t>({worker_limit(), blocks, MAX_WORKERS}));
     while (module->copies.size() < workers && load_copy(module).empty()) {}
     workers = std::min(workers, module->copies.size());
