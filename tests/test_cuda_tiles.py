@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from backends.cuda import fusion, tiles
@@ -15,6 +20,7 @@ from backends.cuda.lowering import lower
 from backends.cuda.tiles import HaloTask, HaloTile, block_k, block_n, registers
 from tests.cuda_support import device, operator
 
+ROOT = Path(__file__).resolve().parents[1]
 LGS = "conv-transpose3d-layernorm-gelu-scaling"
 MAXMAX = "conv-transpose3d-max-max-sum"
 ASYM = "conv-transpose-3d-asym-input-sq-kernel"
@@ -80,13 +86,48 @@ def test_a_second_pooling_is_fused_with_what_is_folded_in_shared_memory(
     assert task.pool == (3, 3, 3) and tile.pooled and tile.fold_shared
 
 
-def test_the_program_that_times_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "bench"))
-    program = importlib.import_module("cuda_tiles")
-    try:
-        table = list(program.rows(MAXMAX, "tf32", "sample", 3, device()))
-    finally:
-        sys.modules.pop("cuda_tiles")
+@pytest.fixture
+def bench_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports a program of the bench folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name.startswith("cuda_"):
+            del sys.modules[name]
+
+
+def test_the_guide_has_the_tables_that_the_model_makes(
+    bench_program: Callable[[str], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = bench_program("cuda_model")
+    monkeypatch.setattr(sys, "argv", ["cuda_model.py"])
+    assert program.main() == 0
+    errors, measured, expected = capsys.readouterr().out.strip().split("\n\n")
+    guide = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+    assert measured in guide and expected in guide
+    typical, largest, clock = re.findall(r"([\d.]+) (?:%|GHz)", errors.splitlines()[0])
+    assert f"by {typical} % (root mean square), by {largest} % at most" in " ".join(guide.split())
+    assert f"the {clock} GHz" in guide
+    slowest = max(line.split()[-1] for line in errors.splitlines()[1:])
+    assert f"at most {slowest} times slower" in " ".join(guide.split())
+
+
+def test_the_model_notices_wrong_constants(
+    bench_program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = bench_program("cuda_model")
+    found = list(program.samples(json.loads(program.MEASURED.read_text(encoding="utf-8"))))
+    good = program.errors(found, program.clock_ghz(found))
+    assert len(found) == 148 and np.sqrt(np.mean(good**2)) < 0.12
+    with program.constants({"_STORE_CYCLES": 6.2}):
+        bad = program.errors(found, program.clock_ghz(found))
+    assert np.sqrt(np.mean(bad**2)) > 3 * np.sqrt(np.mean(good**2))
+
+
+def test_the_program_that_times_tiles(bench_program: Callable[[str], Any]) -> None:
+    program = bench_program("cuda_tiles")
+    table = list(program.rows(MAXMAX, "tf32", "sample", 3, device()))
     assert len(table) == 3 and len({str(row["tile"]) for row in table}) == 3
     assert all(0 < row["min_ms"] <= row["median_ms"] <= row["max_ms"] for row in table)
     assert table[0]["estimated_cycles"] == min(row["estimated_cycles"] for row in table)

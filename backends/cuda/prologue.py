@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backends.cuda.chains import MAX_STAGES, refuses
+from backends.cuda.tiles import HIDDEN_READS
 from dispatcher.steps import Pointwise, Pool, Step
 
 #: Most elements of a window whose reads are unrolled.
 MAX_WINDOW = 64
-#: Share of the repeated reads that other blocks' products hide: an assumption, which bench/gpu_check.py puts to the
-#: test by timing both ways.
-_HIDDEN = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,4 +83,4 @@ def pays(prologue: Prologue, reads: float) -> bool:
         reads: how often the convolution's blocks read each input. Each time after the first costs the window's
             elements; a launch would read them once and write the input.
     """
-    return (1 - _HIDDEN) * (reads - 1) * prologue.volume <= prologue.volume + 1
+    return (1 - HIDDEN_READS) * (reads - 1) * prologue.volume <= prologue.volume + 1

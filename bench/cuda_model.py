@@ -1,0 +1,271 @@
+"""How good the cost model of the CUDA tiles is, and what follows from it: the tables of docs/cuda.md. No GPU is needed.
+
+    python bench/cuda_model.py [bench/results/cuda-tiles-<gpu>-<date>.json] [--fit]
+
+Reads the times of many tiles that ``bench/cuda_tiles.py`` measured, and prints, for the constants in
+``backends/cuda/tiles.py``: how far the estimates are from the times, at which clock (the one that fits best); for each
+problem and precision the tile with the lowest estimate against the fastest one; and as Markdown
+
+- the fastest times beside PyTorch's and the floor: the larger of ideal bytes at the speed of a copy and FLOPs at the
+  rate of a TF32 matrix product (fp32: three times the FLOPs),
+- estimates for an H100 beside published times.
+
+``--fit`` looks for better constants (it needs SciPy) and prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from backends.cuda import tiles  # noqa: E402
+from backends.cuda.fusion import CudaFusion, Options, Target  # noqa: E402
+from backends.cuda.prologue import Prologue, describe  # noqa: E402
+from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
+from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.loader import load_problem  # noqa: E402
+from dispatcher.operator import Operator  # noqa: E402
+from dispatcher.planner import plan  # noqa: E402
+from dispatcher.steps import ConvTranspose3d  # noqa: E402
+
+MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
+#: Multiprocessors and shared memory of a block on an H100 and an H200.
+HOPPER = Target(90, 227 << 10, 132)
+FITTED = (
+    "_PRODUCT_CYCLES",
+    "_EPILOGUE_CYCLES",
+    "_STORE_CYCLES",
+    "_HALF_SECTORS",
+    "_LOAD_CYCLES",
+    "_LATENCY_CYCLES",
+    "_WANTED_REGISTERS",
+    "_SHORTAGE",
+)
+#: KernelBench's published times on an H100, PyTorch 2.5 with TF32, in ms: eager and torch.compile.
+PUBLISHED = {
+    "conv-transpose3d-layernorm-gelu-scaling": (10.0, 2.35),
+    "conv-transpose3d-sum-layernorm-avgpool-gelu": (10.1, 2.53),
+    "conv-transpose3d-avgpool-clamp-softmax-multiply": (5.68, 2.76),
+    "conv-transpose3d-max-max-sum": (47.4, 47.0),
+    "conv-transpose-3d-asym-input-sq-kernel": (29.3, 29.3),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A tile that was timed: ``ms`` is the convolution's launches alone."""
+
+    problem: str
+    precision: str
+    task: HaloTask
+    tile: HaloTile
+    ms: float
+
+
+def bound(name: str, precision: str) -> Operator:
+    """A problem at its `kernelbench` size."""
+    problem = load_problem(name)
+    arguments = sort_arguments(problem, {})
+    return bind_arguments(problem, arguments, case="kernelbench", dtype="float32", precision=precision)
+
+
+def task_of(operator: Operator) -> HaloTask:
+    """What the convolution's launch has to do, its prologue left to a launch of its own."""
+    fusion = CudaFusion(operator, HOPPER, Options(prologue="separate"))
+    segment = next(part for part in plan(operator, fusion) if part.convolution is not None)
+    assert segment.convolution is not None
+    convolution = operator.steps[segment.convolution]
+    assert isinstance(convolution, ConvTranspose3d)
+    return fusion.task(convolution, fusion.describe(convolution, segment.epilogue(operator)))
+
+
+def samples(report: Mapping[str, Any]) -> Iterator[Sample]:
+    """The rows of a result of ``cuda_tiles.py``."""
+    tasks: dict[tuple[str, str], HaloTask] = {}
+    for row in report["rows"]:
+        key = row["problem"], row["precision"]
+        if key not in tasks:
+            tasks[key] = task_of(bound(*key))
+        task, fields = tasks[key], dict(row["tile"])
+        fields = {name: fields[name] for name in (
+            "tile", "warp_m", "paired", "fold_shared", "block_k", "ahead", "resident"
+        )}  # fmt: skip
+        channels = -(-task.geometry.in_channels // fields["block_k"]) * fields["block_k"]
+        channels = row["tile"].get("slice_channels", channels)
+        fields["tile"] = tuple(fields["tile"])
+        tile = replace(tiles.halo_tiles(task).pick(0), slice_channels=channels, **fields)
+        other = report.get("other_launches_ms", {}).get(row["problem"], 0.0)
+        yield Sample(*key, task, tile, row["median_ms"] - other)
+
+
+def cycles(found: list[Sample]) -> NDArray[np.float64]:
+    """The model's estimates."""
+    return np.array([float(tiles.launch_cycles(sample.task, sample.tile)) for sample in found])
+
+
+@contextmanager
+def constants(values: Mapping[str, float]) -> Iterator[None]:
+    """Use other constants meanwhile."""
+    before = {name: getattr(tiles, name) for name in values}
+    for name, value in values.items():
+        setattr(tiles, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(tiles, name, value)
+
+
+def clock_ghz(found: list[Sample]) -> float:
+    """The clock at which the estimates fit best: the geometric mean of cycles over time."""
+    times = np.array([sample.ms for sample in found])
+    return float(np.exp(np.mean(np.log(cycles(found) / (times * 1e6)))))
+
+
+def tensor_tflops(clock: float) -> float:
+    """The rate of TF32 products that the model's constant stands for: m16n8k8 on four quarters."""
+    return 2 * 16 * 8 * 8 * 4 * HOPPER.processors * clock / tiles._PRODUCT_CYCLES / 1e3
+
+
+def errors(found: list[Sample], clock: float) -> NDArray[np.float64]:
+    """Estimated over measured time, minus 1."""
+    times = np.array([sample.ms for sample in found])
+    return cycles(found) / (clock * 1e6) / times - 1
+
+
+def choices(found: list[Sample]) -> Iterator[tuple[str, str, float, float]]:
+    """Problem, precision, time of the tile with the lowest estimate, time of the fastest tile."""
+    estimated = cycles(found)
+    for key in dict.fromkeys((sample.problem, sample.precision) for sample in found):
+        part = [n for n, sample in enumerate(found) if (sample.problem, sample.precision) == key]
+        yield *key, found[min(part, key=lambda n: estimated[n])].ms, min(found[n].ms for n in part)
+
+
+def fit(found: list[Sample]) -> dict[str, float]:
+    """Constants with the smallest errors, all held positive; the clock is not fitted, since it scales them all."""
+    optimize = importlib.import_module("scipy.optimize")
+    start = np.array([getattr(tiles, name) for name in FITTED], np.float64)
+    clock = clock_ghz(found)
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        with constants(dict(zip(FITTED, np.exp(logs), strict=True))):
+            return np.log1p(errors(found, clock))
+
+    done = optimize.least_squares(residuals, np.log(start), loss="soft_l1", f_scale=0.1)
+    return dict(zip(FITTED, map(float, np.exp(done.x)), strict=True))
+
+
+def short(name: str) -> str:
+    """A problem's name as the tables have it."""
+    return (
+        name.removeprefix("conv-transpose3d-").removeprefix("conv-transpose-3d-").removesuffix("-sq-kernel")
+    )
+
+
+def floor_ms(operator: Operator, report: Mapping[str, Any]) -> float:
+    """The least time that copies and matrix products of the machine allow."""
+    products = 3 if operator.precision == "fp32" else 1
+    by_bytes = operator.ideal_bytes / (report["copy_tbyte_per_s"] * 1e9)
+    return max(by_bytes, products * operator.flops / (report["matmul_8192_tflops"]["tf32"] * 1e9))
+
+
+def measured_table(report: Mapping[str, Any]) -> list[str]:
+    """The fastest times beside PyTorch's."""
+    lines = [
+        "| problem | fp32 | PyTorch | ratio | floor | tf32 | PyTorch | ratio | floor |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in PUBLISHED:
+        cells = [short(name)]
+        for precision in ("fp32", "tf32"):
+            rows = [r for r in report["rows"] if (r["problem"], r["precision"]) == (name, precision)]
+            best = min(row["median_ms"] for row in rows)
+            peer = report["torch_eager"][name][precision]["median_ms"]
+            floor = floor_ms(bound(name, precision), report)
+            cells += [f"{best:.2f}", f"{peer:#.3g}", f"{peer / best:.1f}", f"{floor:#.2g}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def expected_table(clock: float) -> list[str]:
+    """Estimates for an H100."""
+    lines = [
+        "| problem | estimated fp32 | estimated tf32 | PyTorch eager | torch.compile |",
+        "|---|---|---|---|---|",
+    ]
+    for name, published in PUBLISHED.items():
+        cells = [short(name)]
+        for precision in ("fp32", "tf32"):
+            cells.append(f"{estimated_ms(bound(name, precision), clock):.1f}")
+        lines.append("| " + " | ".join([*cells, *(f"{ms:#.3g}" for ms in published)]) + " |")
+    return lines
+
+
+def estimated_ms(operator: Operator, clock: float) -> float:
+    """Estimated time of all launches of an operator that is one convolution with what is fused around it."""
+    fusion = CudaFusion(operator, HOPPER, Options())
+    (segment,) = plan(operator, fusion)
+    assert segment.convolution is not None
+    convolution = operator.steps[segment.convolution]
+    assert isinstance(convolution, ConvTranspose3d)
+    prologue = describe(segment.prologue(operator))
+    assert isinstance(prologue, Prologue)
+    task = fusion.task(convolution, fusion.describe(convolution, segment.epilogue(operator)), prologue)
+    tile = tiles.halo_tile(task)
+    assert tile is not None
+    return float(tiles.launch_cycles(task, tile)) / (clock * 1e6)
+
+
+def main() -> int:
+    """Print what there is to say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="?", type=Path, default=MEASURED)
+    parser.add_argument("--fit", action="store_true")
+    given = parser.parse_args()
+    report = json.loads(given.results.read_text(encoding="utf-8"))
+    found = list(samples(report))
+
+    def report_errors() -> float:
+        clock = clock_ghz(found)
+        off = errors(found, clock)
+        typical, largest = math.sqrt(np.mean(off**2)), np.abs(off).max()
+        print(
+            f"{len(found)} tiles on {report['device']}: estimates are off by {100 * typical:.0f} % "
+            f"(root mean square), {100 * largest:.0f} % at most, at {clock:.2f} GHz; "
+            f"tensor cores at {tensor_tflops(clock):.0f} TFLOP/s"
+        )
+        for name, precision, chosen, best in choices(found):
+            print(
+                f"  {short(name):35} {precision}  chosen {chosen:.2f} ms  best {best:.2f} ms  {chosen / best:.2f}"
+            )
+        return clock
+
+    clock = report_errors()
+    if given.fit:
+        better = fit(found)
+        print("\n".join(f"{name} = {value:.3g}" for name, value in better.items()))
+        with constants(better):
+            report_errors()
+    else:
+        print("\n".join(["", *measured_table(report), "", *expected_table(clock)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
