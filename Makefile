@@ -29,6 +29,7 @@ test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py -k cuda
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_exactness.py tests/test_reported_cases.py -k cuda:0
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

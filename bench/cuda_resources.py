@@ -8,8 +8,8 @@ types are compiled for the `sample` size. Occupancy is theoretical: warps that r
 threads allow, of those that a multiprocessor can hold.
 
 The machine code is looked at where `cuobjdump` is there (it comes with the toolkit, and as the packages
-nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm): instructions on tensor cores in the whole kernel and in its main loop,
-with all of that loop's instructions; reads and asynchronous copies of 16 bytes; stores of 8 bytes and more.
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm): instructions on tensor cores; the main loop's instructions for each
+product, and what it spills; reads and asynchronous copies of 16 bytes; stores of 8 bytes and more.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ ARCHITECTURES = {
 }
 REGISTERS = 65536
 RESERVED_SHARED_BYTES = 1024  # of each block, since sm_80
+_PRODUCTS = 8  # that a main loop has at least
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ class Code:
 
     Attributes:
         tensor: on tensor cores.
-        loop: all instructions of the shortest loop that has some of those, and how many of them are on tensor cores.
+        loop: of the main loop, the one with the largest share of products: all instructions, products, and accesses to
+            spilled registers.
         wide_reads: of 16 bytes a lane from global memory.
         wide_copies: of 16 bytes from global to shared memory.
         wide_stores: of 8 or 16 bytes to global memory.
     """
 
     tensor: int
-    loop: tuple[int, int]
+    loop: tuple[int, int, int]
     wide_reads: int
     wide_copies: int
     wide_stores: int
@@ -146,16 +148,17 @@ def disassemble(cubin: Path, name: str, cuobjdump: str) -> Code:
     def count(pattern: str, part: list[str]) -> int:
         return sum(re.search(pattern, text) is not None for text in part)
 
+    everything = [text for _, text in code]
+    product = "HMMA" if count("HMMA", everything) else r"\b[FD]FMA"
     loops = []
     for address, text in code:
         back = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
         if back and int(back[1], 16) <= address:
             body = [inside for at, inside in code if int(back[1], 16) <= at <= address]
-            loops.append((len(body), count("HMMA", body)))
-    everything = [text for _, text in code]
+            loops.append((len(body), count(product, body), count(r"\b(STL|LDL)", body)))
     return Code(
         count("HMMA", everything),
-        min((loop for loop in loops if loop[1]), default=(0, 0)),
+        max((loop for loop in loops if loop[1] >= _PRODUCTS), key=lambda x: x[1] / x[0], default=(0, 0, 0)),
         count(r"\bLDG\S*\.128", everything),
         count(r"\bLDGSTS\S*\.128", everything),
         count(r"\bSTG\S*\.(64|128)", everything),
@@ -204,8 +207,8 @@ def occupancy(variant: Variant, resources: Resources) -> float:
 def columns(code: Code | None) -> str:
     """The last three columns of a row."""
     if code is None:
-        return "? | ? | ?"
-    loop = f"{code.loop[0] / code.loop[1]:.1f}" if code.loop[1] else ""
+        return "? | ? | ? | ?"
+    loop = f"{code.loop[0] / code.loop[1]:.1f} | {code.loop[2]}" if code.loop[1] else " | "
     wide = f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"
     return f"{code.tensor or ''} | {loop} | {wide}"
 
@@ -237,11 +240,12 @@ def main() -> int:
         "stores plus loads; "
         "occupancy is theoretical.",
         "",
-        "HMMA: instructions on tensor cores. Loop: all instructions of the main loop for each of its HMMA. Wide: "
-        "reads of 16 bytes from global memory, copies of 16 bytes to shared memory, stores of 8 bytes and more.",
+        "HMMA: instructions on tensor cores. Loop: all instructions of the main loop for each of its products (HMMA, "
+        "else FFMA or DFMA). In it: its accesses to spilled registers. Wide: reads of 16 bytes from global memory, "
+        "copies of 16 bytes to shared memory, stores of 8 bytes and more.",
         "",
-        "| sm | kernel | threads | registers | shared KB | spills | occupancy | HMMA | loop | wide |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| sm | kernel | threads | registers | shared KB | spills | occupancy | HMMA | loop | in it | wide |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant, resources in zip(work, measured, strict=True):
         shared = (variant.launch.shared_bytes + resources.static_shared_bytes) / 1024

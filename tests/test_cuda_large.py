@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,11 @@ class Sparse:
             "strides": self.strides, "version": 3,
         }  # fmt: skip
 
+    def free(self) -> None:
+        """Give the memory back."""
+        with self.context.active():
+            self.block.free()
+
 
 def lines(case: Case, shape: tuple[int, ...], tail: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Where the last slices along the case's axis lie in an array of ``shape``, and their part of ``tail``."""
@@ -251,19 +257,24 @@ def check(case: Case, run: Callable[..., DeviceArray] = on_the_backend) -> None:
         "processors": PROCESSORS,
         "blocks": slice(*case.blocks),
     }
-    with machine(devices=1, arch="8.0", **settings):
+    with machine(devices=1, arch="8.0", **settings), ExitStack() as stack:
         for name, tensor in tensors.items():
             shape = long.tensor_shapes[name]
             if shape != tensor.shape or name == "x":
                 tensors[name] = Sparse(case, shape, tensor, name == "x")
-        result = run(case, long, tensors)
+                stack.callback(tensors[name].free)
+        result: DeviceArray | None = run(case, long, tensors)
+        assert result is not None
         address = result.__cuda_array_interface__["data"][0]
         context = driver.context(0)
         with context.active():
+            found = []
             for at, values in lines(case, long.output_shape, wanted):
-                here = np.empty_like(values)
-                context.driver.memcpy_dtoh(here, address + at * here.itemsize)
-                np.testing.assert_allclose(here, values, rtol=case.tolerance)
+                found.append(np.empty_like(values))
+                context.driver.memcpy_dtoh(found[-1], address + at * values.itemsize)
+        result = None  # its memory is not to outlive the machine
+        for here, (_, values) in zip(found, lines(case, long.output_shape, wanted), strict=True):
+            np.testing.assert_allclose(here, values, rtol=case.tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -232,7 +232,7 @@ MUTANTS = {
         "conv_halo.cu", "place.inside = TILE_M == ROWS_M || voxel < TILE_M;", "place.inside = true;", "idle"
     ),
     "fma infinities meet the halo": Mutant(
-        "conv_fma.cu", "if (!is_finite(acc[i][j])) acc", "if (false) acc", "conv", "inf_weight"
+        "conv_fma.cu", "if (!is_finite(value)) value", "if (false) value", "conv", "inf_weight"
     ),
 }
 

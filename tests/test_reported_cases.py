@@ -491,21 +491,24 @@ def test_35_many_output_channels(place: Place) -> None:
 def test_35_many_batches_times_channels(place: Place) -> None:
     """700 batch items times 100 channels is more than a grid's second and third axis may have."""
     rng = np.random.default_rng(0)
-    x = rng.integers(-3, 4, (700, 1, 1, 1, 1)).astype(np.float32)
-    w = rng.integers(-3, 4, (1, 100, 6, 6, 6)).astype(np.float32)
+    x = rng.integers(-3, 4, (700, 1, 6, 6, 6)).astype(np.float32)
+    w = rng.integers(-3, 4, (1, 100, 1, 1, 1)).astype(np.float32)
     result = place.run(MAXMAX, input=x, kernel=w, conv_bias=np.ones(100, np.float32))
-    largest, smallest = w.max((2, 3, 4)), w.min((2, 3, 4))
-    expected = np.where(x[:, :, 0, 0, 0] > 0, x[:, :, 0, 0, 0] * largest, x[:, :, 0, 0, 0] * smallest) + 1
+    largest, smallest = x.max((2, 3, 4)), x.min((2, 3, 4))
+    factor = w[:, :, 0, 0, 0]
+    expected = np.where(factor > 0, factor * largest, factor * smallest) + 1
     np.testing.assert_array_equal(result.ravel(), expected.sum(axis=1))
+    x = x[:, :, :1, :1, :1]
+    w = rng.integers(-3, 4, (1, 100, 2, 2, 2)).astype(np.float32)
     result = place.run(
         SOFTMAX,
         input=x.repeat(2, 2).repeat(2, 3).repeat(2, 4),
-        kernel=w[:, :, :2, :2, :2],
+        kernel=w,
         scale=np.ones((1, 100, 1, 1, 1), np.float32),
         clamp_min=-100.0,
         clamp_max=100.0,
     )
-    power = np.exp((x * w[:, :, :2, :2, :2]).astype(np.float64))
+    power = np.exp((x * w).astype(np.float64))
     np.testing.assert_allclose(result, power / power.sum(axis=(2, 3, 4), keepdims=True), rtol=2e-5)
 
 

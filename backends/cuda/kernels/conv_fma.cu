@@ -109,10 +109,10 @@ __device__ __forceinline__ Phase phase_at(const ConvParams &p, index_t index, in
 }
 
 // The sum of one output, term by term, with the terms that exist.
-__device__ __noinline__ COMPUTE exact_sum(const ConvParams &p, const Phase &phase, const COMPUTE *w,
-                                          int group, index_t m) {
-  const Voxel v = voxel_at(p, group, m);
+__device__ __forceinline__ COMPUTE exact_sum(const ConvParams &p, const Phase &phase, const Voxel &v,
+                                             const COMPUTE *w) {
   COMPUTE total = 0;
+#pragma unroll 1
   for (int k = phase.first; k < phase.first + phase.count; k++)
     if (reads(p, v, p.terms[k]))
       total =
@@ -238,14 +238,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams 
 #pragma unroll
       for (int j = 0; j < THREAD_N; j++) {
         const int n = tn * THREAD_N + j;
-        const COMPUTE bias = p.bias && n < channels ? COMPUTE(p.bias[first_channel + n]) : COMPUTE(0);
 #pragma unroll
-        for (int i = 0; i < THREAD_M; i++) {
-          if (!is_finite(acc[i][j])) acc[i][j] = exact_sum(p, phase, w + n, group, m0 + tm * THREAD_M + i);
-          results[n * BLOCK_M + tm * THREAD_M + i] = acc[i][j] + bias;
-        }
+        for (int i = 0; i < THREAD_M; i++) results[n * BLOCK_M + tm * THREAD_M + i] = acc[i][j];
       }
       __syncthreads();
+      for (int c = slice; c < channels; c += SLICES) {
+        COMPUTE &value = results[c * BLOCK_M + own];
+        if (!is_finite(value)) value = exact_sum(p, phase, v, w + c);
+        if (p.bias) value += COMPUTE(p.bias[first_channel + c]);
+      }
       run_chain(p.first_chain, p.stages, results + own, channels, first_channel, partial);
       if (USE_FOLD) {
         for (int c = slice; c < channels; c += SLICES) {
