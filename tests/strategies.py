@@ -10,7 +10,7 @@ import importlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class Place:
         slow: True when a kernel takes seconds to compile.
         main: True for the first algorithm of the device.
         brisk: False when that is so for every algorithm of the device.
+        precision: of float32 operators.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Place:
     slow: bool = False
     main: bool = True
     brisk: bool = True
+    precision: str = "fp32"
 
     @property
     def backend(self) -> str:
@@ -67,7 +69,8 @@ class Place:
         return {} if self.algorithm is None else {"algorithm": self.algorithm}
 
     def __str__(self) -> str:
-        return self.device if self.algorithm is None else f"{self.device}-{self.algorithm}"
+        parts = [self.device, self.algorithm, None if self.precision == "fp32" else self.precision]
+        return "-".join(part for part in parts if part is not None)
 
     def need(self) -> None:
         """Skip the test where the device is missing, or fail it where its backend is required."""
@@ -77,17 +80,21 @@ class Place:
     def compile(self, problem: Any, **arguments: Any) -> dispatcher.CompiledOperator:
         """:func:`dispatcher.compile` for this place."""
         self.need()
+        arguments.setdefault("precision", self.precision)
         return dispatcher.compile(problem, device=self.device, options=self.options, **arguments)
 
     def run(self, problem: Any, **arguments: Any) -> np.ndarray:
         """:func:`dispatcher.run` at this place."""
         self.need()
+        arguments.setdefault("precision", self.precision)
         result: np.ndarray = dispatcher.run(problem, device=self.device, options=self.options, **arguments)
         return result
 
     def check(self, operator: Operator, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Comparison]:
         """Run into a poisoned output and compare with the reference; inputs must stay as they are."""
         self.need()
+        if operator.dtype == "float32":
+            operator = replace(operator, precision=self.precision)
         return checked_run(call_on(operator, tensors, self.device, self.options), tensors)
 
 
@@ -113,6 +120,8 @@ def all_places() -> list[Place]:
             Place(device.id, algorithm, slow=slow or algorithm == "tiled", main=number == 0, brisk=not slow)
             for number, algorithm in enumerate(algorithms(device.backend))
         ]
+        if device.backend == "cuda":
+            result.append(replace(result[-len(algorithms("cuda"))], main=False, precision="tf32"))
     return result
 
 
