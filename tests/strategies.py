@@ -538,6 +538,28 @@ def pipelines(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recip
     return Recipe(pipeline.shapes, pipeline.steps, draw(dtypes))
 
 
+def in_dtype(op: Operator, dtype: str) -> Operator:
+    """The same operator on another element type."""
+    return Recipe(op.tensor_shapes, _pipeline(op), dtype).bind()
+
+
+def _pipeline(op: Operator) -> list[dict[str, Any]]:
+    """The pipeline of an operator, as a problem file has it."""
+    steps = []
+    for spec in op.problem.pipeline:
+        fields = {}
+        for key, value in spec.fields.items():
+            names = ("batch", "channel", "depth", "height", "width")
+            if key == "axis":
+                fields[key] = [names[axis] for axis in value]
+            elif isinstance(value, tuple):
+                fields[key] = [part if isinstance(part, int) else part.evaluate({}) for part in value]
+            else:
+                fields[key] = value.evaluate({}) if hasattr(value, "evaluate") else value
+        steps.append({"op": spec.op, **fields})
+    return steps
+
+
 def tensors_of(operator: Operator, kind: str = "signed") -> dict[str, np.ndarray]:
     """Random inputs for ``operator``, always the same."""
     return random_tensors(operator, 0, kind=kind)

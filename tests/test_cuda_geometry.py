@@ -14,7 +14,7 @@ from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.operator import Operator
 from dispatcher.verification import verify_result
 from tests.cuda_support import check, compiled, device, only_tiles, poisoned
-from tests.strategies import Recipe, conv_operator, convolutions, pipelines, tensors_of, thorough
+from tests.strategies import Recipe, conv_operator, convolutions, in_dtype, pipelines, tensors_of, thorough
 
 POOL = {"op": "max_pool3d", "window": 2}
 MEAN = {"op": "avg_pool3d", "window": 2}
@@ -89,6 +89,29 @@ def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: py
     assert any(np.any(tile.paired) or np.any(tile.fold_shared) for tile in offered) == other
 
 
+@pytest.mark.parametrize("name", RESIDENT)
+def test_half_precision_takes_tensor_cores(name: str) -> None:
+    """With one product, since TF32 holds float16 exactly."""
+    needs_tensor_cores()
+    op = in_dtype(RESIDENT[name], "float16")
+    assert set(exact(op, algorithm="halo")) == {"conv_halo"}
+    assert str(compiled(op).launches[0].algorithm).endswith("TF32")
+    assert "3xTF32" not in compiled(op).launches[0].algorithm
+    for kind in ("signed", "one_inf", "one_nan"):
+        check(op, tensors_of(op, kind))
+
+
+def test_half_precision_between_launches_is_float32() -> None:
+    """So a convolution of a value takes three products."""
+    needs_tensor_cores()
+    scale = [{"op": "scale", "by": 1 / 3}]
+    op = conv_operator((1, 8, 3, 4, 8), 8, (3, 3, 3), before=scale, dtype="float16")
+    for where in ("fused", "separate"):
+        run = compiled(op, prologue=where)
+        assert "3xTF32" in run.launches[-1].algorithm
+        check(op, tensors_of(op), prologue=where)
+
+
 SLICED: dict[str, Operator] = {
     "plain": conv_operator((2, 70, 2, 3, 9), 12, (3, 3, 3), padding=1, bias=True),
     "paired": conv_operator((1, 96, 2, 3, 8), 8, (3, 2, 3), stride=2, padding=1, output_padding=1),
@@ -158,25 +181,8 @@ def test_a_halo_that_no_shared_memory_holds_takes_the_general_kernel() -> None:
 def test_other_types(name: str, dtype: str) -> None:
     device()
     op = {**RESIDENT, **GENERAL}[name]
-    again = Recipe(op.tensor_shapes, _pipeline(op), dtype).bind()
+    again = in_dtype(op, dtype)
     check(again, tensors_of(again))
-
-
-def _pipeline(op: Operator) -> list[dict[str, Any]]:
-    """The pipeline of an operator, as a problem file has it."""
-    steps = []
-    for spec in op.problem.pipeline:
-        fields = {}
-        for key, value in spec.fields.items():
-            names = ("batch", "channel", "depth", "height", "width")
-            if key == "axis":
-                fields[key] = [names[axis] for axis in value]
-            elif isinstance(value, tuple):
-                fields[key] = [part if isinstance(part, int) else part.evaluate({}) for part in value]
-            else:
-                fields[key] = value.evaluate({}) if hasattr(value, "evaluate") else value
-        steps.append({"op": spec.op, **fields})
-    return steps
 
 
 @thorough(60)

@@ -25,7 +25,7 @@ from tests.cuda_support import (
     poisoned,
     simulator_only,
 )
-from tests.strategies import conv_operator, tensors_of
+from tests.strategies import conv_operator, in_dtype, tensors_of
 
 SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
 H100 = Target(90, 227 << 10, 132)
@@ -125,6 +125,14 @@ def test_slices_of_channels_are_kept_once(first_without_taps: bool, monkeypatch:
     run = compiled(op, prologue="fused")
     assert {launch.detail["slices"] for launch in run.launches} == {"3 of 32 input channels"}
     check(op, tensors_of(op), prologue="fused")
+
+
+@pytest.mark.parametrize("name", [*EXACT, *KEPT])
+def test_half_precision(name: str) -> None:
+    op = in_dtype({**EXACT, **KEPT}[name], "float16")
+    assert len(compiled(op, prologue="fused").launches) == (2 if name in KEPT else 1)
+    for kind in ("signed", "one_inf"):
+        check(op, tensors_of(op, kind), prologue="fused")
 
 
 # ---- where they run ----------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ class CudaFusion:
         geometry = convolution.geometry
         if self.options.algorithm == "fma":
             return "algorithm fma was asked for"
-        if self.operator.dtype != "float32":
-            return f"tensor cores are used for float32 only, not {self.operator.dtype}"
+        if self.operator.dtype == "float64":
+            return "tensor cores are used for float32 and float16, not float64"
         if self.target.architecture < 80:
             return "TF32 tensor cores need compute capability 8.0"
         if geometry.groups > 1:
@@ -113,14 +113,18 @@ class CudaFusion:
     def task(
         self, convolution: ConvTranspose3d, epilogue: Epilogue, prologue: Prologue = NO_PROLOGUE
     ) -> HaloTask:
-        """What the tensor-core kernel would have to do."""
+        """What the tensor-core kernel would have to do.
+
+        One TF32 product is enough where it was asked for, and for float16 inputs and weights, which it holds exactly.
+        """
+        exact = self.operator.dtype == "float16" and convolution.source == 0 and not prologue
         return HaloTask(
             convolution.geometry,
             positions_of(convolution, epilogue),
             epilogue.window,
             folded=epilogue.fold is not None,
             softmax=epilogue.softmax,
-            split=self.operator.precision == "fp32",
+            split=self.operator.precision == "fp32" and not exact,
             shared_limit=self.target.shared_limit,
             processors=self.target.processors,
             box=self.options.tile,

@@ -332,13 +332,13 @@ class _Lowering:
     ) -> None:
         geometry, result = convolution.geometry, segment.last + 1
         before = self.operator.steps[segment.first]  # the convolution itself where there is no prologue
+        task = self.fusion.task(convolution, epilogue, prologue)
         tile = self.fusion.halo(convolution, epilogue, prologue)
         assert tile is not None
-        split = self.operator.precision == "fp32"
+        stored = self.operator.dtype if before.source == 0 else self.program.compute
         tables = halo_tables(geometry, tile)
         positions = positions_of(convolution, epilogue)
         out = self.operator.steps[segment.last].shape
-        vector = geometry.width.input % 4 == 0
         boxes = [-(-count // extent) for count, extent in zip(positions, tile.tile, strict=True)]
         p = np.zeros((), _HALO)
         p["tile_weights"] = tables.tile_weights
@@ -352,7 +352,7 @@ class _Lowering:
         p["softmax_bound"] = epilogue.bound
         pointers: list[tuple[Path, Reference]] = [
             (("x",), self.value(before.source)),
-            (("w",), self.pack(convolution.weight.name, tables.order, not split)),
+            (("w",), self.pack(convolution.weight.name, tables.order, not task.split)),
             (("y",), Reference("value", result)),
             (("passes",), self.table(tables.passes)),
             (("taps",), self.table(tables.taps)),
@@ -365,9 +365,9 @@ class _Lowering:
         base: dict[str, int | str] = {
             **self.defines(_HALO, before.source, result),
             **tile.defines,
-            "USE_3XTF32": int(split),
-            "USE_VECTOR_X": int(vector),
-            **_prologue_defines(prologue, before.input_shape[4]),
+            "USE_3XTF32": int(task.split),
+            "USE_VECTOR_X": int(geometry.width.input % 4 == 0),
+            **_x_defines(prologue, before.input_shape[4], stored, task.split),
             "KEEP_X": 0,
             "SOFTMAX": 0,
             "OUT_CHANNELS": geometry.out_channels,
@@ -393,7 +393,8 @@ class _Lowering:
             "threads": tile.threads,
             "shared_bytes": tile.shared_bytes,
         }
-        algorithm = "resident halo on tensor cores, " + ("3xTF32 with promoted sums" if split else "TF32")
+        products = "3xTF32 with promoted sums" if task.split else "TF32"
+        algorithm = f"resident halo on tensor cores, {products}"
 
         def launch(
             what: str, places: list[tuple[Path, Reference]], changed: dict[str, int | str] | None = None
@@ -418,7 +419,8 @@ class _Lowering:
         launch(first, [*pointers, (("kept",), kept)], {"SOFTMAX": 1, "KEEP_X": 1})
         p["source"] = p["in"]
         pointers[0] = (("x",), kept)  # the second pass reads the inputs that the first one made
-        launch(second, pointers, {"SOFTMAX": 2, **_prologue_defines(NO_PROLOGUE, 1)})
+        read = {"INPUT": "float", **_x_defines(NO_PROLOGUE, 1, "float32", task.split)}
+        launch(second, pointers, {"SOFTMAX": 2, **read})
 
     def describe(
         self, name: str, segment: Segment, algorithm: str, detail: dict[str, str | int | float]
@@ -522,15 +524,20 @@ def _neighbours(window_x: int, width: int, itemsize: int) -> int:
     return next(n for n in (4, 2, 1) if window_x % n == 0 and width % n == 0 and n * itemsize <= 16)
 
 
-def _prologue_defines(prologue: Prologue, width: int) -> dict[str, int | str]:
-    """The defines of ``conv_halo.cu`` for a prologue on lines of ``width`` floats."""
+def _x_defines(prologue: Prologue, width: int, dtype: str, split: bool) -> dict[str, int | str]:
+    """The defines of ``conv_halo.cu`` for an input made by a prologue from lines of ``width`` elements of ``dtype``.
+
+    Args:
+        split: three TF32 products are made.
+    """
     z, y, x = prologue.window
     return {
-        "PROLOGUE": int(bool(prologue)),
+        "ASYNC_X": int(not prologue and dtype == "float32"),
+        "ROUND_X": int(not split and (bool(prologue) or dtype == "float32")),
         "PRE_Z": z,
         "PRE_Y": y,
         "PRE_X": x,
-        "PRE_VECTOR": _neighbours(x, width, 4),
+        "PRE_VECTOR": _neighbours(x, width, np.dtype(dtype).itemsize),
         "PRE_MAXIMUM": int(prologue.pool is not None and prologue.pool.function == "max"),
         "PRE_FIRST_CHAIN": chains.define(prologue.first),
         "PRE_SECOND_CHAIN": chains.define(prologue.second),

@@ -4,9 +4,9 @@
 //   a constant offset.
 //
 // Layouts
-//   x  (N, IC, ID, IH, IW) float; with a PROLOGUE the tensor that it starts from, (N, IC, SD, SH, SW), of which every
-//      PRE_Z x PRE_Y x PRE_X window becomes one input
-//   y  (N, OC, OD, OH, OW) float, or the pooled or summed shape
+//   x  (N, IC, ID, IH, IW) INPUT, half_t or float; with a PROLOGUE the tensor that it starts from,
+//      (N, IC, SD, SH, SW), of which every PRE_Z x PRE_Y x PRE_X window becomes one input
+//   y  (N, OC, OD, OH, OW) OUTPUT, half_t or float, or the pooled or summed shape
 //   w  packed in the order in which it is read: [channel tile][slice][step][k8], then for 8 channels k8 of one tap
 //      the fragments of mma_tf32: [pair of 8 columns][lane][4], and [lane][2] for an odd column block at the end
 //
@@ -25,7 +25,7 @@
 //
 // Precision. USE_3XTF32: x and w are split in two TF32 parts each, three products are added, and the sums of each
 // BLOCK_K channels are added to the result by ordinary additions, since the tensor core cuts its own sums:
-// float32 accuracy. Otherwise one TF32 product. A sum that is not finite is made again by fused multiply-add with
+// float32 accuracy. Otherwise one TF32 product, of inputs that ROUND_X rounds; TF32 holds float16 as it is. A sum that is not finite is made again by fused multiply-add with
 // only the inputs that exist: splitting turns inf into NaN, and so does 0 * inf where 0 stands for an input
 // outside the tensor.
 //
@@ -52,9 +52,10 @@
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
 // 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
 //
-// The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; the
+// The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; ASYNC_X only for float without
+// a prologue; the
 // program one step and the packed weights AHEAD times 8 channels longer than what is used, since both are read ahead;
-// y 8-byte aligned and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
+// y aligned for pairs and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
 // where OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
 #include "window.cuh"
@@ -111,10 +112,12 @@ struct Pass {  // one phase, or two that are stored together
 };
 
 struct HaloParams {
-  const float *x, *w;
+  const INPUT *x;
+  const float *w;
   const STORAGE *bias;
-  float *y, *partial;  // partial: softmax sums, [batch][tile of the box][padded OC]
-  float *kept;         // inputs that the prologue made, where KEEP_X
+  OUTPUT *y;
+  float *partial;  // softmax sums, [batch][tile of the box][padded OC]
+  float *kept;     // inputs that the prologue made, where KEEP_X
   const Pass *passes;
   const Tap *taps;
   index_t tile_weights;  // floats of one channel tile
@@ -178,7 +181,7 @@ __device__ __forceinline__ float prepare(const Stage *stages, float v, int c) {
 }
 
 // Where the window of an input starts.
-__device__ __forceinline__ const float *corner_of(const HaloParams &p, index_t batch, int c, int z, int y,
+__device__ __forceinline__ const INPUT *corner_of(const HaloParams &p, index_t batch, int c, int z, int y,
                                                   int x) {
   return p.x
          + (((batch * IN_CHANNELS + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1] + index_t(y) * PRE_Y)
@@ -187,18 +190,18 @@ __device__ __forceinline__ const float *corner_of(const HaloParams &p, index_t b
 }
 
 // The input of channel c that is made from a window.
-__device__ __forceinline__ float input_from(const HaloParams &p, const float *corner, int c) {
+__device__ __forceinline__ float input_from(const HaloParams &p, const INPUT *corner, int c) {
   const Stage *first = p.stages + 2 * MAX_STAGES, *second = first + MAX_STAGES;
   const auto change = [=](float v) { return prepare<PRE_FIRST_CHAIN>(first, v, c); };
   float v;
   if constexpr (PRE_VOLUME == 1)
-    v = change(*corner);
+    v = change(float(*corner));
   else
     v = pool_window<PRE_VECTOR>(corner, PRE_Z, PRE_Y, PRE_X, p.source[1], p.source[2], PRE_MAXIMUM, change);
   return prepare<PRE_SECOND_CHAIN>(second, v, c);
 }
 
-#if PROLOGUE
+#if !ASYNC_X
 // Where the second pass reads an input of channel c, or null where it is another box's. A box at the end of an axis owns
 // what lies behind it too, so that each input that any box reads has one owner.
 __device__ __forceinline__ float *kept_at(const HaloParams &p, const Box &box, int c, const int (&at)[3]) {
@@ -234,7 +237,7 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
       there[axis] = min(max(at[axis], 0), p.in[axis] - 1);
       inside = inside && there[axis] == at[axis];
     }
-    const float *corner = corner_of(p, box.batch, 0, there[0], there[1], there[2]);
+    const INPUT *corner = corner_of(p, box.batch, 0, there[0], there[1], there[2]);
     float value[TOGETHER];
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
@@ -253,7 +256,7 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
   }
 }
 #else
-// The same without a prologue: asynchronous copies.
+// The same where nothing has to be done to an input: asynchronous copies.
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool, float *tile) {
   constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
@@ -287,7 +290,7 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
 __device__ __forceinline__ void finish_x(float *tile) {
   copy_wait<0>();
   __syncthreads();
-#if !USE_3XTF32
+#if ROUND_X
   for (int i = threadIdx.x; i < X_FLOATS; i += THREADS) tile[i] = __uint_as_float(round_tf32(tile[i]));
   __syncthreads();
 #endif
@@ -478,7 +481,7 @@ __device__ __forceinline__ void complete(const HaloParams &p, const Box &box, in
 #if HAS_BIAS
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) {
-    const float bias = exists(box, i, t) ? p.bias[box.channel + channel_of(i, t)] : 0.f;
+    const float bias = exists(box, i, t) ? float(p.bias[box.channel + channel_of(i, t)]) : 0.f;
 #pragma unroll
     for (int m = 0; m < WARP_M; m++)
 #pragma unroll
@@ -503,8 +506,8 @@ __device__ __forceinline__ void layer_norm(const Box &box, const Stage &stage, b
 #pragma unroll
   for (int i = 0; i < 2 * NT; i++) {
     v[i] *= factor;
-    if (weight && exists(box, i, t)) v[i] *= stage.a_channels[channel_of(i, t)];
-    if (bias && exists(box, i, t)) v[i] += stage.b_channels[channel_of(i, t)];
+    if (weight && exists(box, i, t)) v[i] *= float(stage.a_channels[channel_of(i, t)]);
+    if (bias && exists(box, i, t)) v[i] += float(stage.b_channels[channel_of(i, t)]);
   }
 }
 
@@ -571,7 +574,7 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float *y[PHASES];
+      OUTPUT *y[PHASES];
       bool inside[PHASES];
 #pragma unroll
       for (int f = 0; f < PHASES; f++) {
@@ -586,13 +589,13 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
           const bool there = exists(box, 2 * n + i, t);
           if (PAIRED && p.pair_stores) {
             if (inside[0] && there)
-              *reinterpret_cast<float2 *>(y[0]) =
-                  make_float2(rows[0][m][n][2 * h + i], rows[PHASES - 1][m][n][2 * h + i]);
+              *reinterpret_cast<Neighbours<OUTPUT, 2> *>(y[0]) = {
+                  {OUTPUT(rows[0][m][n][2 * h + i]), OUTPUT(rows[PHASES - 1][m][n][2 * h + i])}};
             y[0] += i == 0 ? plane : 7 * plane;
           } else {
 #pragma unroll
             for (int f = 0; f < PHASES; f++) {
-              if (inside[f] && there) *y[f] = rows[f][m][n][2 * h + i];
+              if (inside[f] && there) *y[f] = OUTPUT(rows[f][m][n][2 * h + i]);
               y[f] += i == 0 ? plane : 7 * plane;
             }
           }
@@ -615,7 +618,7 @@ __device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box
       for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? rows[m][i / 2][2 * h + i % 2] : 0.f;
       total = sum_over_quad(total);
       const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue);
-      if (place.inside && t == 0) p.y[box.batch * plane + element(p, place.at)] = total;
+      if (place.inside && t == 0) p.y[box.batch * plane + element(p, place.at)] = OUTPUT(total);
     }
 }
 
@@ -653,7 +656,7 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
           best = max_nan(
               best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
         if (!CHANNEL_SUM)
-          p.y[(box.batch * OUT_CHANNELS + box.channel + n * 8 + c) * plane + element(p, at)] = best;
+          p.y[(box.batch * OUT_CHANNELS + box.channel + n * 8 + c) * plane + element(p, at)] = OUTPUT(best);
       }
       total[j] = n == 0 ? best : total[j] + best;
     }
@@ -669,7 +672,7 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
       const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
                          box.m[2] / POOL_X + o % PX};
       if (item % 8 == 0 && o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2])
-        p.y[box.batch * plane + element(p, at)] = sum;
+        p.y[box.batch * plane + element(p, at)] = OUTPUT(sum);
     }
   }
 }
