@@ -49,11 +49,13 @@ RESIDENT: dict[str, Operator] = {
     "two_pools_stored": conv_operator(
         (1, 3, 4, 5, 6), 9, (3, 3, 3), stride=2, after=[POOL, {**POOL, "window": [2, 1, 3]}]
     ),
+    "groups": conv_operator((2, 24, 3, 4, 5), 20, (3, 2, 3), groups=2, stride=2, bias=True),
+    "groups_of_tiles": conv_operator((1, 24, 2, 3, 8), 210, (2, 2, 2), groups=3, stride=[1, 1, 2]),
     "mean_then_sum": conv_operator((1, 8, 4, 4, 6), 8, (3, 3, 3), stride=2, padding=1, after=[MEAN, SUM]),
     "sum_unfolded": conv_operator((1, 8, 3, 4, 6), 8, (3, 3, 3), stride=[1, 2, 2], padding=1, after=[SUM]),
 }
 GENERAL: dict[str, Operator] = {
-    "groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
+    "small_groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
     "depthwise": conv_operator((1, 7, 3, 4, 5), 7, (3, 3, 3), groups=7, padding=1),
     "wide_groups": conv_operator((1, 4, 2, 3, 3), 140, (2, 2, 2), groups=2),
     "long_stride": conv_operator((1, 2, 2, 2, 2), 3, (1, 1, 2), stride=[9, 2, 7], bias=True),
@@ -121,6 +123,7 @@ SLICED: dict[str, Operator] = {
         after=[POOL, {**POOL, "window": 3}, SUM],
     ),
     "holes": conv_operator((1, 33, 2, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
+    "groups": conv_operator((1, 105, 2, 2, 8), 24, (2, 2, 2), groups=3, padding=1, bias=True),
 }  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def test_a_halo_that_no_shared_memory_holds_takes_the_general_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("name", ["odd_everything", "groups", "two_pools", "mean_then_sum"])
+@pytest.mark.parametrize("name", ["odd_everything", "small_groups", "two_pools", "mean_then_sum"])
 def test_other_types(name: str, dtype: str) -> None:
     device()
     op = {**RESIDENT, **GENERAL}[name]

@@ -326,9 +326,11 @@ FAULTS: dict[str, Fault] = {
         f"{case}: line of y": Fault(case, "conv_halo.cu", "(index_t(at[0]) *", "(unsigned(at[0]) *")
         for case in ("halo sum", "halo fold", "halo two pools", "halo two pools, sum")
     },
-    "halo: exact sums": Fault("halo infinity", "conv_halo.cu", "+ (((batch * IN", "+ unsigned(((batch * IN"),
+    "halo: exact sums": Fault(
+        "halo infinity", "conv_halo.cu", "+ (((batch * ALL", "+ unsigned(((batch * ALL"
+    ),
     "halo: sums of exponentials": Fault(
-        "halo softmax", "conv_halo.cu", "p.partial[box.number *", "p.partial[unsigned(box.number) *"
+        "halo softmax", "conv_halo.cu", "p.partial[(box.number *", "p.partial[(unsigned(box.number) *"
     ),
     "halo: factors": Fault(
         "halo softmax", "conv_halo.cu", "box.batch * boxes * pitch", "unsigned(box.batch * boxes * pitch)"
@@ -336,8 +338,8 @@ FAULTS: dict[str, Fault] = {
     "halo: windows": Fault(
         "halo softmax of what is kept",
         "conv_halo.cu",
-        "+ (((batch * IN",
-        "+ unsigned(((batch * IN",
+        "+ (((batch * ALL",
+        "+ unsigned(((batch * ALL",
     ),
     "halo: kept inputs": Fault(
         "halo softmax of what is kept",

@@ -36,6 +36,7 @@ OPERATORS = {
     "kept_slices": conv_operator(
         (1, 40, 4, 4, 6), 3, (1, 1, 1), stride=3, padding=1, output_padding=1, before=[AVERAGE], after=SPREAD
     ),
+    "groups": conv_operator((1, 14, 2, 3, 8), 10, (2, 2, 3), groups=2, stride=[1, 1, 2]),
     "slices": conv_operator((1, 70, 2, 3, 8), 9, (2, 2, 3), stride=[1, 1, 2]),
     "idle": conv_operator((1, 3, 4, 4, 24), 4, (3, 2, 2), after=SPREAD),
 }
@@ -227,6 +228,19 @@ MUTANTS = {
     ),
     "no barrier before a phase without taps": Mutant(
         "conv_halo.cu", "__syncthreads();  // a phase without taps", ";  //", "kept_slices"
+    ),
+    "groups with the first one's inputs": Mutant(
+        "conv_halo.cu", "box.in_channel = group * IN_CHANNELS", "box.in_channel = 0", "groups"
+    ),
+    "groups with the first one's weights": Mutant(
+        "conv_halo.cu", "p.w + box.tile * p.tile_weights + lane", "p.w + lane", "groups"
+    ),
+    "groups made exact with other inputs": Mutant(
+        "conv_halo.cu",
+        "const int channel = box.in_channel + c;",
+        "const int channel = c;",
+        "groups",
+        "one_inf",
     ),
     "idle voxels stored": Mutant(
         "conv_halo.cu", "place.inside = TILE_M == ROWS_M || voxel < TILE_M;", "place.inside = true;", "idle"

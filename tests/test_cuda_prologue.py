@@ -47,6 +47,10 @@ EXACT: dict[str, Operator] = {
         (1, 6, 6, 7, 9), 10, (3, 2, 3), stride=2, before=[PER_CHANNEL, {"op": "relu"}, AVERAGE, CLAMP],
         extra={"shift": (6, 1, 1, 1)},
     ),
+    "groups": conv_operator(
+        (2, 24, 4, 6, 8), 20, (3, 3, 3), groups=2, padding=1, before=[PER_CHANNEL, AVERAGE],
+        extra={"shift": (24, 1, 1, 1)},
+    ),
     "ten_in_a_row": conv_operator((1, 3, 2, 3, 8), 8, (2, 2, 2), before=[{"op": "add", "value": 1.0}] * 10),
     "folded": conv_operator(
         (1, 4, 4, 4, 8), 6, (3, 3, 3), stride=2, padding=1, output_padding=1, before=[AVERAGE], after=[AVERAGE]
@@ -63,6 +67,9 @@ KEPT: dict[str, Operator] = {
         (1, 2, 10, 12, 40), 3, (5, 5, 5), stride=[1, 2, 2], dilation=[1, 2, 1], before=[AVERAGE], after=SPREAD
     ),
     "tiles_of_channels": conv_operator((1, 4, 6, 6, 10), 70, (2, 2, 2), before=[{"op": "relu"}], after=SPREAD),
+    "groups": conv_operator(
+        (2, 24, 4, 6, 34), 160, (2, 2, 2), groups=2, padding=1, before=[AVERAGE], after=SPREAD
+    ),
     "whole_vectors": conv_operator((1, 3, 4, 6, 64), 4, (3, 3, 3), padding=1, before=[AVERAGE], after=SPREAD),
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ class HaloTables:
 
 
 def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
-    """Tables for a convolution without groups in boxes of ``tile``."""
+    """Tables for a convolution in boxes of ``tile``."""
     kernel = [axis.kernel for axis in geometry.axes]
     live = [[phase for phase in axis.phases if phase.count] for axis in geometry.axes]
     together = [tuple(live[2])] if tile.paired else [(phase,) for phase in live[2]]
@@ -131,15 +131,17 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
         residues = [[z.residue, y.residue, x.residue] for x in xs]
         rest = 2 - len(xs)
         passes.append((residues + residues[:1] * rest, first + [0] * rest, steps + [0] * rest))
-    tiles = -(-geometry.out_channels // tile.block_n)
+    in_group, out_group = (n // geometry.groups for n in (geometry.in_channels, geometry.out_channels))
+    tiles = -(-out_group // tile.block_n)
     channel, column = _fragments(tile.block_n)
-    # Axes: channel tile, slice, step, 8 channels, place.
+    # Axes: group, channel tile, slice, step, 8 channels, place.
     k8 = np.arange(0, tile.slices * tile.slice_channels, 8).reshape(tile.slices, 1, -1, 1)
     channels = k8 + channel
     columns = np.arange(tiles).reshape(-1, 1, 1, 1, 1) * tile.block_n + column
-    source = (channels * geometry.out_channels + columns) * geometry.kernel_volume
+    groups = np.arange(geometry.groups).reshape(-1, 1, 1, 1, 1, 1)
+    source = ((groups * in_group + channels) * out_group + columns) * geometry.kernel_volume
     source = source + np.array(indices, np.int64).reshape(-1, 1, 1)
-    source = np.where((channels < geometry.in_channels) & (columns < geometry.out_channels), source, -1)
+    source = np.where((channels < in_group) & (columns < out_group), source, -1)
     ahead = np.full(tile.ahead * 8 * tile.block_n, -1, np.int32)
     return HaloTables(
         np.array(passes, PASS),

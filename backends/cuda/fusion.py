@@ -15,6 +15,9 @@ from dispatcher.operator import Operator
 from dispatcher.steps import ConvTranspose3d, Step
 
 _MAX_HALO_PHASES = 64
+#: Most products of the tensor-core kernel for each that counts, in groups: its 3xTF32 is about so much faster than
+#: multiply-adds. (Without groups it has no rival that could use more lanes.)
+_MOST_PADDING = 4
 #: A box ends up to 64 voxels times a stride of up to 64 beyond an axis, and conv_halo.cu counts that in 32 bits too.
 _MAX_HALO_EXTENT = 2**31 - 2**13
 
@@ -100,8 +103,12 @@ class CudaFusion:
             return "tensor cores are used for float32 and float16, not float64"
         if self.target.architecture < 80:
             return "TF32 tensor cores need compute capability 8.0"
-        if geometry.groups > 1:
-            return "channel groups take the general kernel"
+        in_group, out_group = (
+            geometry.in_channels // geometry.groups,
+            geometry.out_channels // geometry.groups,
+        )
+        if geometry.groups > 1 and padding(in_group) * padding(out_group) > _MOST_PADDING:
+            return f"groups of {in_group} to {out_group} channels leave tensor cores idle"
         if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
             return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
         if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > _MAX_HALO_EXTENT:
@@ -136,6 +143,11 @@ class CudaFusion:
     ) -> HaloTile | None:
         """The tile for a convolution with what is fused around it."""
         return halo_tile(self.task(convolution, epilogue, prologue))
+
+
+def padding(channels: int) -> float:
+    """How many times more channels a tensor core works on, 8 at a time."""
+    return -(-channels // 8) * 8 / channels
 
 
 def positions_of(convolution: ConvTranspose3d, epilogue: Epilogue) -> Triple:

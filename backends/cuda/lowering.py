@@ -79,7 +79,7 @@ _CONV = np.dtype(
 _HALO = np.dtype(
     [("x", "u8"), ("w", "u8"), ("bias", "u8"), ("y", "u8"), ("partial", "u8"), ("kept", "u8"),
      ("passes", "u8"), ("taps", "u8"), ("tile_weights", "i8"), ("pass_count", "i4"), ("step_count", "i4"),
-     ("channel_tiles", "i4"), ("source", "i4", 3), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
+     ("source", "i4", 3), ("in", "i4", 3), ("out", "i4", 3), ("limit", "i4", 3),
      ("stride", "i4", 3), ("tiles", "i4", 3), ("pair_stores", "i4"), ("softmax_bound", "f4"),
      ("stages", _STAGE, 4 * chains.MAX_STAGES)],
     align=True,
@@ -343,7 +343,6 @@ class _Lowering:
         p = np.zeros((), _HALO)
         p["tile_weights"] = tables.tile_weights
         p["pass_count"], p["step_count"] = len(tables.passes), tile.steps
-        p["channel_tiles"] = -(-geometry.out_channels // tile.block_n)
         p["source"], p["in"] = before.input_shape[2:], geometry.input_shape[2:]
         p["out"] = out[2:]
         p["limit"] = positions if epilogue.fold is not None else geometry.output_shape[2:]
@@ -360,7 +359,7 @@ class _Lowering:
         ]
         if convolution.bias is not None:
             pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
-        blocks = math.prod(boxes) * geometry.batch * int(p["channel_tiles"])
+        blocks = task.blocks(tile)
         fold = 0 if epilogue.fold is None else 1 + (epilogue.fold.function == "max")
         base: dict[str, int | str] = {
             **self.defines(_HALO, before.source, result),
@@ -370,7 +369,8 @@ class _Lowering:
             **_x_defines(prologue, before.input_shape[4], stored, task.split),
             "KEEP_X": 0,
             "SOFTMAX": 0,
-            "OUT_CHANNELS": geometry.out_channels,
+            "OUT_CHANNELS": geometry.out_channels // geometry.groups,
+            "GROUPS": geometry.groups,
             "HAS_BIAS": int(convolution.bias is not None),
             "FOLD": fold,
             "POOL_Z": epilogue.window[0],

@@ -92,7 +92,7 @@ class HaloTile:
         tile: box of voxels a block owns, ``(z, y, x)``; ``x`` a multiple of 8.
         low: how far the taps reach below a voxel, per axis.
         high: how far they reach above it.
-        in_channels: all input channels.
+        in_channels: all input channels of a group.
         slice_channels: input channels that are resident at a time, a multiple of ``block_k``.
         block_n: output channels of a block, a multiple of 8.
         block_k: input channels whose products are added up before they join the result, a multiple of 8.
@@ -285,7 +285,7 @@ class HaloTask:
     """What a launch of ``conv_halo.cu`` has to do, and on what.
 
     Attributes:
-        geometry: the convolution, without groups.
+        geometry: the convolution.
         positions: voxels m per axis (of the longest phase, or folded ones).
         pool: box of a second pooling, which must not cross blocks; ones for none.
         folded: all phases are folded to one result.
@@ -334,11 +334,11 @@ class HaloTask:
     def blocks(self, tile: HaloTile) -> Count:
         """Blocks of the launch."""
         z, y, x = (-(-count // extent) for count, extent in zip(self.positions, tile.tile, strict=True))
-        return z * y * x * max(self.geometry.batch, 1) * -(-self.geometry.out_channels // tile.block_n)
+        return z * y * x * max(self.geometry.batch, 1) * self.geometry.groups * self.channel_tiles(tile)
 
     def reads(self, tile: HaloTile) -> float:
         """How often the blocks read each input, on average."""
-        total = float(self.fills(tile)) * -(-self.geometry.out_channels // tile.block_n)
+        total = float(self.fills(tile)) * self.channel_tiles(tile)
         for axis, count, extent, low, high in zip(
             self.geometry.axes, self.positions, tile.tile, tile.low, tile.high, strict=True
         ):
@@ -346,6 +346,10 @@ class HaloTask:
             inside = np.minimum(first + extent + high, axis.input) - np.maximum(first - low, 0)
             total *= np.maximum(inside, 0).sum() / axis.input
         return total
+
+    def channel_tiles(self, tile: HaloTile) -> int:
+        """Tiles of the output channels of a group."""
+        return -(-self.geometry.out_channels // self.geometry.groups // tile.block_n)
 
     def fills(self, tile: HaloTile) -> Count:
         """Times that a block loads each of its inputs: once, or for each phase where channels come in slices."""
@@ -361,7 +365,8 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     steps = math.prod(
         sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
     )
-    n, channels = block_n(geometry.out_channels), geometry.in_channels
+    n = block_n(geometry.out_channels // geometry.groups)
+    channels = geometry.in_channels // geometry.groups
     other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if task.softmax else 0)
     z, y, x, warp_m = _boxes()
     if task.box is not None:

@@ -10,7 +10,8 @@
 //   w  packed in the order in which it is read: [channel tile][slice][step][k8], then for 8 channels k8 of one tap
 //      the fragments of mma_tf32: [pair of 8 columns][lane][4], and [lane][2] for an odd column block at the end
 //
-// GEMM of one phase: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC, by the instruction m16n8k8.
+// GEMM of one phase and group: GEMM_M = voxels m, GEMM_N = OC, GEMM_K = taps * IC of a group, by the instruction
+// m16n8k8. IN_CHANNELS and OUT_CHANNELS are those of one of GROUPS groups.
 //   A[m][(k, c)] = x tile[c][m + offset(k)], B[(k, c)][o] = w[c,o,k].
 //
 // A block owns a box of TILE_Z x TILE_Y x TILE_X voxels m for ALL phases, and BLOCK_N channels. The box of x with
@@ -52,11 +53,11 @@
 // FLOPs 2*M*N*K (3 times that with USE_3XTF32) on the tensor core; ideal bytes x + w + y. A block reads each input
 // 1 + halo times, and all weights, from the L2 cache: TILE voxels * taps multiply-adds a loaded weight.
 //
-// The host guarantees: groups = 1; the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; ASYNC_X only for float without
+// The host guarantees: the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; ASYNC_X only for float without
 // a prologue; the
 // program one step and the packed weights AHEAD times 8 channels longer than what is used, since both are read ahead;
 // y aligned for pairs and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
-// where OC <= BLOCK_N; POOL boxes do not cross tiles.
+// where GROUPS = 1 and OC <= BLOCK_N; POOL boxes do not cross tiles.
 #include "chain.cuh"
 #include "window.cuh"
 
@@ -73,6 +74,8 @@ constexpr int WARPS = (TILE_M + 16 * WARP_M - 1) / (16 * WARP_M);
 constexpr int ROWS_M = WARPS * 16 * WARP_M;  // voxels that warps work on; those beyond TILE_M are idle
 constexpr int THREADS = 32 * WARPS;
 constexpr int PHASES = PAIRED ? 2 : 1;  // of a warp before it stores
+constexpr int ALL_IN = GROUPS * IN_CHANNELS, ALL_OUT = GROUPS * OUT_CHANNELS;
+constexpr int GROUP_TILES = (OUT_CHANNELS + BLOCK_N - 1) / BLOCK_N;  // channel tiles of a group
 constexpr int SLICES = (IN_CHANNELS + SLICE_CHANNELS - 1) / SLICE_CHANNELS;
 constexpr int CHUNKS = SLICE_CHANNELS / BLOCK_K;  // of a slice
 constexpr int SLICE_K8 = SLICE_CHANNELS / 8;
@@ -121,7 +124,7 @@ struct HaloParams {
   const Pass *passes;
   const Tap *taps;
   index_t tile_weights;  // floats of one channel tile
-  int pass_count, step_count, channel_tiles;
+  int pass_count, step_count;
   int source[3], in[3];  // extents of x before and after the prologue
   int out[3], limit[3], stride[3],
       tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
@@ -135,8 +138,11 @@ using Rows = float[WARP_M][NT][4];  // a warp's results of one phase
 
 struct Box {  // what this block owns
   index_t batch;
+  int tile;        // of output channels, of all groups
   int channel;     // first output channel
   int channels;    // that exist
+  int in_channel;  // first input channel of the group
+  bool keeps;      // it is the one among its group's channel tiles that keeps inputs
   int m[3];        // first voxel
   index_t number;  // among the boxes of all batches
 };
@@ -144,9 +150,13 @@ struct Box {  // what this block owns
 __device__ __forceinline__ Box box_at(const HaloParams &p) {
   unsigned rest = blockIdx.x;
   Box box;
-  box.channel = static_cast<int>(rest % p.channel_tiles) * BLOCK_N;
-  box.channels = WHOLE || OUT_CHANNELS - box.channel > BLOCK_N ? BLOCK_N : OUT_CHANNELS - box.channel;
-  rest /= p.channel_tiles;
+  box.tile = static_cast<int>(rest % (GROUPS * GROUP_TILES));
+  const int group = box.tile / GROUP_TILES, first = box.tile % GROUP_TILES * BLOCK_N;
+  box.channel = group * OUT_CHANNELS + first;
+  box.channels = WHOLE || OUT_CHANNELS - first > BLOCK_N ? BLOCK_N : OUT_CHANNELS - first;
+  box.in_channel = group * IN_CHANNELS;
+  box.keeps = first == 0;
+  rest /= GROUPS * GROUP_TILES;
   box.number = rest;
   box.m[2] = static_cast<int>(rest % p.tiles[2]) * TILE_X;
   rest /= p.tiles[2];
@@ -184,7 +194,7 @@ __device__ __forceinline__ float prepare(const Stage *stages, float v, int c) {
 __device__ __forceinline__ const INPUT *corner_of(const HaloParams &p, index_t batch, int c, int z, int y,
                                                   int x) {
   return p.x
-         + (((batch * IN_CHANNELS + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1] + index_t(y) * PRE_Y)
+         + (((batch * ALL_IN + c) * p.source[0] + index_t(z) * PRE_Z) * p.source[1] + index_t(y) * PRE_Y)
                * p.source[2]
          + index_t(x) * PRE_X;
 }
@@ -206,14 +216,14 @@ __device__ __forceinline__ float input_from(const HaloParams &p, const INPUT *co
 // what lies behind it too, so that each input that any box reads has one owner.
 __device__ __forceinline__ float *kept_at(const HaloParams &p, const Box &box, int c, const int (&at)[3]) {
   constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X};
-  bool own = box.channel == 0;
+  bool own = box.keeps;
 #pragma unroll
   for (int axis = 0; axis < 3; axis++) {
     const int end = box.m[axis] + TILE[axis];
     own = own && at[axis] >= box.m[axis] && at[axis] < p.in[axis]
           && (at[axis] < end || end >= p.tiles[axis] * TILE[axis]);
   }
-  return own ? p.kept + (((box.batch * IN_CHANNELS + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2] + at[2]
+  return own ? p.kept + (((box.batch * ALL_IN + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2] + at[2]
              : nullptr;
 }
 
@@ -237,18 +247,18 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
       there[axis] = min(max(at[axis], 0), p.in[axis] - 1);
       inside = inside && there[axis] == at[axis];
     }
-    const INPUT *corner = corner_of(p, box.batch, 0, there[0], there[1], there[2]);
+    const INPUT *corner = corner_of(p, box.batch, box.in_channel, there[0], there[1], there[2]);
     float value[TOGETHER];
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) {
       const int c = channel + first + k, from = min(c, IN_CHANNELS - 1);
-      const float made = input_from(p, corner + from * plane, from);
+      const float made = input_from(p, corner + from * plane, box.in_channel + from);
       value[k] = inside && c < IN_CHANNELS ? made : 0.f;
     }
 #pragma unroll
     for (int k = 0; k < TOGETHER; k++) tile[(first + k) * PITCH_C + row * PITCH_X + PAD_X + x] = value[k];
     if (KEEP_X && keep) {
-      float *kept = kept_at(p, box, channel + first, at);
+      float *kept = kept_at(p, box, box.in_channel + channel + first, at);
 #pragma unroll
       for (int k = 0; k < TOGETHER; k++)
         if (kept && channel + first + k < IN_CHANNELS) kept[k * in_plane] = value[k];
@@ -267,7 +277,7 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
     const bool row = unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1])
                      && channel + c < IN_CHANNELS;
     const float *from =
-        p.x + (box.batch * IN_CHANNELS + channel + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
+        p.x + (box.batch * ALL_IN + box.in_channel + channel + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
     float *to = tile + c * PITCH_C + (z * ROWS_Y + y) * PITCH_X + PAD_X;
     if (USE_VECTOR_X && piece < VECTORS) {
       const int x = box.m[2] + 4 * piece;
@@ -416,7 +426,7 @@ __device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, 
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
   const bool odd = n / 16 == NT / 2;  // in the odd column block
   const index_t slice_k8 = index_t(p.step_count) * SLICE_K8;
-  const float *w = p.w + box.channel / BLOCK_N * p.tile_weights + n / 16 * 128
+  const float *w = p.w + box.tile * p.tile_weights + n / 16 * 128
                    + (odd ? n % 8 * 8 : n % 8 * 16 + n / 8 % 2 * 2);
   float total = 0.f;
 #pragma unroll 1
@@ -429,7 +439,8 @@ __device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, 
 #pragma unroll 1
     for (int c = 0; c < IN_CHANNELS; c++) {
       const index_t slab = c / SLICE_CHANNELS * slice_k8 + index_t(s) * SLICE_K8 + c % SLICE_CHANNELS / 8;
-      total = fmaf(input_from(p, corner_of(p, box.batch, c, z, y, x), c),
+      const int channel = box.in_channel + c;
+      total = fmaf(input_from(p, corner_of(p, box.batch, channel, z, y, x), channel),
                    w[slab * SLAB + c % 4 * (odd ? 2 : 4) + c / 4 % 2], total);
     }
   }
@@ -580,7 +591,7 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
       for (int f = 0; f < PHASES; f++) {
         const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[f]);
         inside[f] = place.inside;
-        y[f] = p.y + (box.batch * OUT_CHANNELS + box.channel + 2 * t) * plane + element(p, place.at);
+        y[f] = p.y + (box.batch * ALL_OUT + box.channel + 2 * t) * plane + element(p, place.at);
       }
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -656,7 +667,7 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
           best = max_nan(
               best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
         if (!CHANNEL_SUM)
-          p.y[(box.batch * OUT_CHANNELS + box.channel + n * 8 + c) * plane + element(p, at)] = OUTPUT(best);
+          p.y[(box.batch * ALL_OUT + box.channel + n * 8 + c) * plane + element(p, at)] = OUTPUT(best);
       }
       total[j] = n == 0 ? best : total[j] + best;
     }
@@ -717,7 +728,7 @@ __device__ __forceinline__ void store_sums(const HaloParams &p, const Box &box, 
   for (int c = threadIdx.x; c < BLOCK_N; c += THREADS) {
     float total = 0.f;
     for (int w = 0; w < WARPS; w++) total += shared[w * BLOCK_N + c];
-    p.partial[box.number * p.channel_tiles * BLOCK_N + box.channel + c] = total;
+    p.partial[(box.number * (GROUPS * GROUP_TILES) + box.tile) * BLOCK_N + c] = total;
   }
 }
 
@@ -726,10 +737,10 @@ __device__ __forceinline__ void store_sums(const HaloParams &p, const Box &box, 
 __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box, float *shared) {
   constexpr int SLICES = THREADS / BLOCK_N > 0 ? THREADS / BLOCK_N : 1;
   const index_t boxes = index_t(p.tiles[0]) * p.tiles[1] * p.tiles[2],
-                pitch = index_t(p.channel_tiles) * BLOCK_N;
+                pitch = GROUPS * GROUP_TILES * BLOCK_N;
   for (int e = threadIdx.x; e < SLICES * BLOCK_N; e += THREADS) {
     double total = 0.;
-    const float *from = p.partial + box.batch * boxes * pitch + box.channel + e % BLOCK_N;
+    const float *from = p.partial + box.batch * boxes * pitch + box.tile * BLOCK_N + e % BLOCK_N;
     for (index_t b = e / BLOCK_N; b < boxes; b += SLICES) total += from[b * pitch];
     shared[BLOCK_N + e] = static_cast<float>(total);
   }
@@ -769,7 +780,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       voxel[m][h] = (v / (TILE_X * TILE_Y) * ROWS_Y + v / TILE_X % TILE_Y) * PITCH_X + v % TILE_X + g;
     }
   const float *a_lane = x_tile + t * PITCH_C;
-  const float *b_lane = p.w + box.channel / BLOCK_N * p.tile_weights + lane * 4;
+  const float *b_lane = p.w + box.tile * p.tile_weights + lane * 4;
   Rows rows[PHASES];  // what is stored
 #if FOLD != FOLD_NONE
   Rows acc;
