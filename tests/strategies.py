@@ -107,6 +107,15 @@ def algorithms(backend: str) -> tuple[str | None, ...]:
     return tuple(name for name in getattr(module, "ALGORITHMS", ()) if name != "auto") or (None,)
 
 
+def ways(device: dispatcher.Device) -> list[tuple[str | None, str]]:
+    """Algorithms and precisions to test on a device, its usual one first. The general CUDA kernel is the same on every
+    GPU, so it runs on the first one."""
+    first, *others = ((algorithm, "fp32") for algorithm in algorithms(device.backend))
+    if device.backend != "cuda":
+        return [first, *others]
+    return [first, (first[0], "tf32"), *(others if device.index == 0 else [])]
+
+
 def all_places() -> list[Place]:
     """Every device with each of its algorithms; a device that is not usable is one entry that skips."""
     result: list[Place] = []
@@ -115,13 +124,10 @@ def all_places() -> list[Place]:
             result.append(Place(device.id, missing=device.reason or "it is not available"))
             continue
         slow = device.backend == "cuda" or "intel" in device.name.lower()
-        result += [
+        for number, (algorithm, precision) in enumerate(ways(device)):
             # Work-groups with barriers take a CPU's compiler long.
-            Place(device.id, algorithm, slow=slow or algorithm == "tiled", main=number == 0, brisk=not slow)
-            for number, algorithm in enumerate(algorithms(device.backend))
-        ]
-        if device.backend == "cuda":
-            result.append(replace(result[-len(algorithms("cuda"))], main=False, precision="tf32"))
+            slow_too, main = slow or algorithm == "tiled", number == 0
+            result.append(Place(device.id, algorithm, "", slow_too, main, not slow, precision))
     return result
 
 
