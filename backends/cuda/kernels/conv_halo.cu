@@ -421,7 +421,7 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
 }
 
 // The sum of voxel `m` of the box and channel n of the channel tile, with the inputs that exist.
-__device__ __forceinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m,
+__device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, int first, int steps, int m,
                                            int n) {
   const int at[3] = {box.m[0] + m / (TILE_X * TILE_Y), box.m[1] + m / TILE_X % TILE_Y, box.m[2] + m % TILE_X};
   const bool odd = n / 16 == NT / 2;  // in the odd column block
