@@ -775,6 +775,7 @@ def tune_command(
     case: CaseOption = None,
     settings: SetOption = None,
     dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
     keep: Annotated[bool, typer.Option(help="Use the winners on this device from now on.")] = True,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
@@ -783,11 +784,11 @@ def tune_command(
 ) -> None:
     """Find the fastest algorithm and tile on a device.
 
-    Each candidate is verified first.
+    Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
     """
     from dispatcher.tuning import TuneResult, tune_problem
 
-    chosen = _load_all(problem, settings, case, dtype, "fp32", "tune")
+    chosen = _load_all(problem, settings, case, dtype, precision, "tune")
     results: list[TuneResult] = []
     with _progress("tuning") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
@@ -797,6 +798,7 @@ def tune_command(
                     device=device,
                     case=its_case,
                     dtype=dtype,
+                    precision=precision,
                     keep=keep,
                     progress=partial(_report_share, advance, number, len(chosen)),
                     **arguments,
@@ -805,14 +807,22 @@ def tune_command(
     if as_json:
         _print_json("tune", {"results": [result.as_dict() for result in results]})
         return
+    for result in results:
+        for candidate in result.candidates:
+            if candidate.time_s is None:
+                options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
+                print(
+                    f"note: {result.problem} with {options} was left out: {candidate.reason}", file=sys.stderr
+                )
     _print(
         _table(
-            ("PROBLEM", "DEVICE", "BEST OPTIONS", "MEDIAN", "DEFAULT", "GAIN"),
+            ("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN"),
             [
                 (
                     result.problem,
                     result.device,
                     " ".join(f"{name}={value}" for name, value in result.best.items()) or "the default",
+                    result.clock,
                     _seconds(result.best_s),
                     _seconds(result.default_s),
                     f"{result.gain:.2f}",

@@ -33,14 +33,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from backends.cuda import tiles  # noqa: E402
-from backends.cuda.fusion import CudaFusion, Options, Target  # noqa: E402
-from backends.cuda.prologue import Prologue, describe  # noqa: E402
+from backends.cuda.fusion import CudaFusion, Target  # noqa: E402
+from backends.cuda.options import Options  # noqa: E402
 from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
 from dispatcher.loader import load_problem  # noqa: E402
 from dispatcher.operator import Operator  # noqa: E402
-from dispatcher.planner import plan  # noqa: E402
-from dispatcher.steps import ConvTranspose3d  # noqa: E402
 
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.
@@ -85,12 +83,9 @@ def bound(name: str, precision: str) -> Operator:
 
 def task_of(operator: Operator) -> HaloTask:
     """What the convolution's launch has to do, its prologue left to a launch of its own."""
-    fusion = CudaFusion(operator, HOPPER, Options(prologue="separate"))
-    segment = next(part for part in plan(operator, fusion) if part.convolution is not None)
-    assert segment.convolution is not None
-    convolution = operator.steps[segment.convolution]
-    assert isinstance(convolution, ConvTranspose3d)
-    return fusion.task(convolution, fusion.describe(convolution, segment.epilogue(operator)))
+    (task,) = CudaFusion(operator, HOPPER, Options(prologue="separate")).tasks()
+    assert task is not None
+    return task
 
 
 def samples(report: Mapping[str, Any]) -> Iterator[Sample]:
@@ -217,14 +212,8 @@ def expected_table(clock: float) -> list[str]:
 
 def estimated_ms(operator: Operator, clock: float) -> float:
     """Estimated time of all launches of an operator that is one convolution with what is fused around it."""
-    fusion = CudaFusion(operator, HOPPER, Options())
-    (segment,) = plan(operator, fusion)
-    assert segment.convolution is not None
-    convolution = operator.steps[segment.convolution]
-    assert isinstance(convolution, ConvTranspose3d)
-    prologue = describe(segment.prologue(operator))
-    assert isinstance(prologue, Prologue)
-    task = fusion.task(convolution, fusion.describe(convolution, segment.epilogue(operator)), prologue)
+    (task,) = CudaFusion(operator, HOPPER, Options()).tasks()
+    assert task is not None
     tile = tiles.halo_tile(task)
     assert tile is not None
     return float(tiles.launch_cycles(task, tile)) / (clock * 1e6)

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from backends.cuda import BACKEND, driver, fusion, tiles  # noqa: E402
-from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
+from backends.cuda import BACKEND, driver  # noqa: E402
+from backends.cuda.fusion import CudaFusion, Target  # noqa: E402
+from backends.cuda.options import Options, TileChoice  # noqa: E402
+from backends.cuda.tuning import one_of_each_kind  # noqa: E402
 from dispatcher import problems  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.errors import DeviceError  # noqa: E402
 from dispatcher.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Device, Timings  # noqa: E402
 from dispatcher.loader import load_problem  # noqa: E402
@@ -38,37 +40,9 @@ WARM_UP, REPEATS = 1, 5
 SCHEMA = 1
 
 
-@contextmanager
-def forced(tile: HaloTile | None, seen: list[tuple[HaloTile, float]] | None = None) -> Iterator[None]:
-    """Let convolutions take ``tile``, or note all that could be taken, with estimates, in ``seen``."""
-    choose = fusion.halo_tile
-
-    def instead(task: HaloTask) -> HaloTile | None:
-        best = choose(task)
-        if seen is not None and best is not None:
-            seen[:] = sorted(tiles.estimates(task), key=lambda item: item[1])
-        return best if tile is None or best is None else tile
-
-    fusion.halo_tile = instead
-    try:
-        yield
-    finally:
-        fusion.halo_tile = choose
-
-
-def one_of_each_kind(found: list[tuple[HaloTile, float]], count: int) -> list[tuple[HaloTile, float]]:
-    """The best of the tiles that differ in more than their box."""
-    kinds: dict[tuple[Any, ...], tuple[HaloTile, float]] = {}
-    for tile, estimate in found:
-        warps = tile.threads * tile.resident // 32
-        kind = (tile.warp_m, tile.paired, tile.fold_shared, tile.resident, warps // 4)
-        kinds.setdefault(kind, (tile, estimate))
-    return list(kinds.values())[:count]
-
-
-def measure(operator: Operator, device: Device, tensors: dict[str, Any]) -> list[float]:
+def measure(operator: Operator, device: Device, tensors: dict[str, Any], tile: TileChoice) -> list[float]:
     """Milliseconds of all launches, in each call."""
-    run = BACKEND.compile(operator, device, {})
+    run = BACKEND.compile(operator, device, {"tile": str(tile)})
     times = []
     for _ in range(WARM_UP + REPEATS):
         timings = Timings()
@@ -86,14 +60,15 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
         problem, sort_arguments(problem, {}), case=case, dtype="float32", precision=precision
     )
     context = driver.context(device.index)
-    seen: list[tuple[HaloTile, float]] = []
-    with forced(None, seen):
-        BACKEND.compile(operator, device, {})
+    (task,) = CudaFusion(operator, Target.of(context), Options()).tasks()
+    if task is None:
+        raise DeviceError(
+            f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time"
+        )
     with context.active():
         tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
-    for tile, cycles in one_of_each_kind(seen, count):
-        with forced(tile):
-            times = measure(operator, device, tensors)
+    for tile, cycles in one_of_each_kind(task, count):
+        times = measure(operator, device, tensors, task.name(tile))
         yield {
             "problem": name, "precision": precision, "tile": asdict(tile), "estimated_cycles": cycles,
             "median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times),

@@ -4,6 +4,9 @@ A backend that can be tuned has two more methods than :class:`dispatcher.interfa
 (options worth measuring) and ``remember`` (use these from now on). Tuners made for GPUs drive single kernels that they
 compile themselves; here an option also changes how the host packs weights, lays out scratch and cuts the work, so
 that what has to be timed is a whole compiled operator.
+
+A call's time is the host's, from arrays to arrays. On a GPU that records the time of its kernels it is that time
+instead: copying arrays there and back takes longer than many an operator, and no option changes it.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dispatcher.arguments import bind_numbers
 from dispatcher.compiled import ProblemLike
 from dispatcher.errors import DeviceError, DispatcherError
 from dispatcher.inputs import random_tensors
-from dispatcher.interface import Backend, Device, Executable
+from dispatcher.interface import Backend, Device, Executable, Timings
 from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
 from dispatcher.registry import backend
@@ -41,7 +44,7 @@ class Tunable(Protocol):
         """Options worth measuring; the first stand for the default without any tuning."""
 
     def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options`` for such operators on ``device`` from now on."""
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Candidate:
 
     Attributes:
         options: what was compiled.
-        time_s: median wall-clock time of a warm call, or None when it was not timed.
+        time_s: median time of a warm call in seconds, or None when it was not timed.
         reason: why it was not timed or did not reach the final; empty otherwise.
     """
 
@@ -69,6 +72,7 @@ class TuneResult:
         candidates: every candidate, the default first, then fastest first.
         best: options of the winner; empty when nothing beats the default.
         gain: how many times the default's speed the winner has; 1.0 when nothing beats it.
+        clock: of all times: ``host`` for whole calls, ``device`` for their kernels alone.
     """
 
     device: str
@@ -76,6 +80,7 @@ class TuneResult:
     candidates: tuple[Candidate, ...]
     best: Mapping[str, Any]
     gain: float
+    clock: Literal["host", "device"]
 
     @property
     def default_s(self) -> float:
@@ -94,6 +99,7 @@ class TuneResult:
             "device": self.device,
             "best": dict(self.best),
             "gain": self.gain,
+            "clock": self.clock,
             "candidates": [
                 {"options": dict(each.options), "time_s": each.time_s, "reason": each.reason}
                 for each in self.candidates
@@ -126,7 +132,7 @@ def tune(
     options = list(tuned.candidates(operator, device)) if isinstance(tuned, Tunable) else []
     if not options:
         raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
-    running: list[tuple[Mapping[str, Any], Executable, float]] = []
+    running: list[tuple[Mapping[str, Any], _Timed, float]] = []
     failed: list[Candidate] = []
     for index, entry in enumerate(options):
         try:
@@ -139,15 +145,16 @@ def tune(
                 raise DeviceError(f"{device.id}: the default itself is wrong: {wrong}")
             failed.append(Candidate(entry, None, wrong))
         else:
-            running.append((entry, executable, _once(executable, tensors)))
+            timed = _Timed(executable, tensors, device)
+            running.append((entry, timed, timed()))
         if progress is not None:
             progress(0.7 * (index + 1) / len(options))
     default, rest = running[0], sorted(running[1:], key=lambda run: run[2])
     final = [default, *rest[:FINALISTS]]
     times: list[list[float]] = [[] for _ in final]
     for repeat in range(REPEATS):
-        for run, (_, executable, _) in zip(times, final, strict=True):
-            run.append(_once(executable, tensors))
+        for run, (_, timed, _) in zip(times, final, strict=True):
+            run.append(timed())
         if progress is not None:
             progress(0.7 + 0.3 * (repeat + 1) / REPEATS)
     medians = [statistics.median(run) for run in times]
@@ -160,10 +167,10 @@ def tune(
     gain = 1.0
     if ranked and ranked[0].time_s and medians[0] / ranked[0].time_s >= LEAST_GAIN:
         best, gain = ranked[0].options, medians[0] / ranked[0].time_s
-        if keep and isinstance(tuned, Tunable):
-            tuned.remember(operator, device, best, gain)
+    if keep and isinstance(tuned, Tunable):
+        tuned.remember(operator, device, best or default[0], gain)  # in place of what an earlier search kept
     candidates = (Candidate(default[0], medians[0]), *ranked, *slower, *failed)
-    return TuneResult(device.id, operator.problem.name, candidates, best, gain)
+    return TuneResult(device.id, operator.problem.name, candidates, best, gain, default[1].clock)
 
 
 def tune_problem(
@@ -172,6 +179,7 @@ def tune_problem(
     device: str | None = None,
     case: str | None = "sample",
     dtype: str | None = None,
+    precision: str = "fp32",
     seed: int = 0,
     keep: bool = True,
     progress: Callable[[float], None] | None = None,
@@ -179,20 +187,29 @@ def tune_problem(
 ) -> TuneResult:
     """Find the fastest options for a problem on a device; see :func:`tune`.
 
-    Tiles do not depend on the batch: a small one, such as ``batch_size=2``, makes the search short.
+    On OpenCL the choice holds for every batch: a small one, such as ``batch_size=2``, makes the search short. On CUDA
+    it holds for every batch that fills the GPU as well; see docs/cuda.md.
 
     Args:
         problem: a name, a path, a mapping or a Problem.
         device: a device request as for :func:`dispatcher.compile`; its best device is tuned.
         case: the case that the sizes come from; ``arguments`` hold instead of the case's.
+        dtype: of every tensor; float32 if None.
+        precision: ``fp32`` or ``tf32``; each is tuned by itself.
+        seed: of the random tensors.
+        keep: make the winner the device's default for such operators.
+        progress: called with the share of the work that is done.
 
     Raises:
         InputError: an argument is wrong.
-        DeviceError: the device does not exist, or has nothing to tune.
+        DeviceError: the device does not exist, cannot run the problem, or has nothing to tune.
     """
     loaded = load_problem(problem)
-    operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype)
+    operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype, precision=precision)
     chosen, _ = first_usable(parse_request(device))
+    refusal = backend(chosen.backend).supports(operator, chosen)
+    if refusal is not None:
+        raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")
     tensors = random_tensors(operator, seed)
     reference, bound = bounded_reference(operator, tensors)
 
@@ -202,7 +219,19 @@ def tune_problem(
     return tune(backend(chosen.backend), operator, chosen, tensors, wrong, progress=progress, keep=keep)
 
 
-def _once(executable: Executable, tensors: Mapping[str, Any]) -> float:
-    start = time.perf_counter()
-    executable(tensors)
-    return time.perf_counter() - start
+class _Timed:
+    """A compiled candidate that says how long each call took, and on which clock."""
+
+    def __init__(self, executable: Executable, tensors: Mapping[str, Any], device: Device) -> None:
+        self._executable, self._tensors, self._gpu = executable, tensors, device.kind == "gpu"
+        self.clock: Literal["host", "device"] = "host"
+
+    def __call__(self) -> float:
+        timings = Timings() if self._gpu else None
+        start = time.perf_counter()
+        self._executable(self._tensors, timings=timings)
+        elapsed = time.perf_counter() - start
+        if timings is None or timings.clock != "device" or timings.kernel_s <= 0:
+            return elapsed
+        self.clock = "device"
+        return timings.kernel_s

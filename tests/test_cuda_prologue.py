@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from backends.cuda import prologue, tiles
-from backends.cuda.fusion import Options, Target
+from backends.cuda.fusion import Target
 from backends.cuda.lowering import lower
+from backends.cuda.options import Options
 from backends.cuda.prologue import Prologue
 from backends.cuda.tiles import HaloTask
 from backends.numpy_ref import BACKEND as REFERENCE

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from backends.cuda import fusion, tiles
-from backends.cuda.fusion import Options, Target
+from backends.cuda.fusion import Target
 from backends.cuda.lowering import lower
+from backends.cuda.options import Options
 from backends.cuda.tiles import HaloTask, HaloTile, block_k, block_n, registers
 from tests.cuda_support import device, operator
 

@@ -27,6 +27,7 @@ INTERFACE = {
     "dispatcher.planner",
     "dispatcher.problem",
     "dispatcher.steps",
+    "dispatcher.tuned",
     "dispatcher.userkernel",
 }
 

@@ -14,7 +14,7 @@ import cli
 import dispatcher
 from dispatcher import registry
 from dispatcher.errors import DeviceError, InputError
-from dispatcher.interface import Device
+from dispatcher.interface import Device, Timings
 from dispatcher.tuning import tune, tune_problem
 
 PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
@@ -45,6 +45,9 @@ def test_the_winner_is_kept_and_used(
     assert (detail["channels_x_vectors"], detail["box"], detail["line"]) == ("2x8", "3x4", "flat")
     assert "1.50 times" in str(detail["why"])
     assert launch(opencl_device, tuned="ignore").detail["box"] != "3x4"
+    backend.remember(operator, opencl_device, {"tuned": "ignore"}, 1.0)  # type: ignore[attr-defined]
+    assert launch(opencl_device).detail == launch(opencl_device, tuned="ignore").detail
+    backend.remember(operator, opencl_device, wanted, 1.5)  # type: ignore[attr-defined]
     assert dispatcher.verify(PROBLEM, device=opencl_device.id)[0].outcome == "passed"
 
 
@@ -87,7 +90,7 @@ class Liar:
     def compile(self, operator: Any, device: Any, options: Mapping[str, Any]) -> Any:
         import time
 
-        def run(tensors: Any) -> np.ndarray:
+        def run(tensors: Any, output: Any = None, timings: Timings | None = None) -> np.ndarray:
             time.sleep({0: 0.004, 1: 0.0, 2: 0.001}[options["n"]])
             return np.full(1, options["n"])
 
@@ -113,6 +116,40 @@ def test_a_wrong_candidate_never_wins() -> None:
     assert [c.reason for c in result.candidates if c.options == {"n": 1}] == ["wrong"]
 
 
+@pytest.mark.parametrize(("kind", "clock"), [("cpu", "host"), ("gpu", "device")])
+def test_gpus_are_compared_on_their_own_clock(kind: Any, clock: str) -> None:
+    """A call of the second candidate is the fastest one, its kernels are the slowest."""
+
+    class Gpu(Liar):
+        def compile(self, operator: Any, device: Any, options: Mapping[str, Any]) -> Any:
+            call = super().compile(operator, device, options)
+
+            def run(tensors: Any, output: Any = None, timings: Timings | None = None) -> np.ndarray:
+                result: np.ndarray = call(tensors)
+                if timings is not None:
+                    timings.clock, timings.kernel_s = "device", {0: 2e-6, 1: 3e-6, 2: 1e-6}[options["n"]]
+                return result
+
+            return run
+
+    operator = dispatcher.explain(PROBLEM, device="numpy", case="sample").operator
+    result = tune(Gpu(), operator, Device("liar", 0, "liar", kind), {}, lambda result: "")
+    assert result.clock == result.as_dict()["clock"] == clock
+    assert result.best == ({"n": 1} if kind == "cpu" else {"n": 2})
+    if kind == "gpu":
+        assert (result.default_s, result.gain, result.best_s) == (2e-6, 2.0, 1e-6)
+
+
+def test_a_default_that_is_best_replaces_what_was_kept() -> None:
+    backend = Liar()
+    operator = dispatcher.explain(PROBLEM, device="numpy", case="sample").operator
+    device = Device("liar", 0, "liar", "cpu")
+    result = tune(backend, operator, device, {}, lambda result: "wrong" if result[0] > 0 else "")
+    assert result.best == {} and result.gain == 1.0 and backend.kept == [{"n": 0}]
+    tune(backend, operator, device, {}, lambda result: "", keep=False)
+    assert len(backend.kept) == 1
+
+
 def test_what_cannot_be_tuned_says_so() -> None:
     with pytest.raises(DeviceError, match="nothing to tune"):
         tune_problem(PROBLEM, device="numpy", case="sample")
@@ -124,3 +161,21 @@ def test_what_cannot_be_tuned_says_so() -> None:
 def test_bad_options_are_refused(opencl_device: Device, options: dict[str, str]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         launch(opencl_device, **options)
+
+
+def test_a_precision_that_the_device_lacks(opencl_device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--precision", "tf32"]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {opencl_device.id} cannot run {PROBLEM}: precision tf32 exists on CUDA")
+
+
+def test_what_was_left_out_is_said(
+    opencl_device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = registry.backend("opencl")
+    monkeypatch.setattr(
+        type(backend), "candidates", lambda self, *given: [{"tuned": "ignore"}, {"box": "round"}]
+    )
+    assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--no-keep"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(f"note: {PROBLEM} with box=round was left out: box is 'round'; expected")

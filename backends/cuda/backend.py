@@ -7,20 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.cuda import driver, roofline, toolkit
+from backends.cuda import driver, roofline, toolkit, tuning
 from backends.cuda.executable import CudaExecutable
-from backends.cuda.fusion import Options, Target
+from backends.cuda.fusion import Target
 from backends.cuda.lowering import Program, lower
+from backends.cuda.options import parse
 from backends.cuda.userkernel import load_kernel
-from dispatcher.errors import DeviceError, InputError
+from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Roofline
 from dispatcher.operator import Operator
 from dispatcher.userkernel import LoadedKernel, UserKernel
 
 _LARGEST_EXTENT = 2**31 - 1
-#: Values of the option ``algorithm``.
-ALGORITHMS = ("auto", "halo", "fma")
-PROLOGUES = ("auto", "fused", "separate")
 
 
 class CudaBackend:
@@ -85,21 +83,34 @@ class CudaBackend:
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> CudaExecutable:
         """Build ``operator`` for ``device``.
 
-        Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of
-        voxels ``(z, y, x)`` for the tensor-core kernel), ``prologue`` (``auto``; ``fused`` or ``separate``: where
-        steps before a convolution run) and ``stream`` (a ``cudaStream_t`` as an integer, whose work each call
-        waits for).
+        Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (for the tensor-core
+        kernel: a box of voxels ``(z, y, x)``, or a text as :func:`backends.cuda.options.TileChoice.parse` reads it),
+        ``prologue`` (``auto``; ``fused`` or ``separate``: where steps before a convolution run), ``tuned``
+        (``ignore`` leaves alone what was tuned on this device) and ``stream`` (a ``cudaStream_t`` as an integer,
+        whose work each call waits for).
 
         Raises:
             InputError: an option is unknown or has a wrong value.
             DeviceError: the device does not exist or has no compiler.
             BuildError: the compiler refused a kernel.
         """
-        chosen, stream = _options(options)
+        request = parse(options)
         context, compiler = _opened(device)
-        target = Target(context.architecture, context.shared_limit, context.processors)
-        program = Program(operator) if operator.empty else lower(operator, target, chosen)
-        return CudaExecutable(program, context, compiler, stream)
+        if operator.empty:
+            program = Program(operator)
+        elif request.tuned:
+            program = tuning.program(operator, context, compiler)
+        else:
+            program = lower(operator, Target.of(context), request.options)
+        return CudaExecutable(program, context, compiler, request.stream)
+
+    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
+        """Options worth measuring for ``operator``; see :func:`dispatcher.tuning.tune`."""
+        return tuning.candidates(operator, Target.of(driver.context(device.index)))
+
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+        """Use ``options`` for ``operator`` on GPUs of this model from now on."""
+        tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
@@ -129,30 +140,6 @@ def _opened(device: Device) -> tuple[driver.Context, toolkit.Toolkit]:
     if isinstance(compiler, str):
         raise DeviceError(f"{device.id} cannot be used: {compiler}")
     return context, compiler
-
-
-def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
-    known = ("algorithm", "prologue", "stream", "tile")
-    for name in options:
-        if name not in known:
-            raise InputError(
-                f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(known)}"
-            )
-    algorithm = options.get("algorithm", "auto")
-    if algorithm not in ALGORITHMS:
-        raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
-    prologue = options.get("prologue", "auto")
-    if prologue not in PROLOGUES:
-        raise InputError(f"prologue is {prologue!r}; expected one of {', '.join(PROLOGUES)}")
-    tile = options.get("tile")
-    if tile is not None and (
-        not isinstance(tile, Sequence) or len(tile) != 3 or not all(type(n) is int and n > 0 for n in tile)
-    ):
-        raise InputError(f"tile is {tile!r}; expected three positive integers, (z, y, x)")
-    stream = options.get("stream")
-    if stream is not None and (type(stream) is not int or stream < 0):
-        raise InputError(f"stream is {stream!r}; expected a cudaStream_t as an integer")
-    return Options(algorithm, None if tile is None else (tile[0], tile[1], tile[2]), prologue), stream
 
 
 def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[int, int]) -> str | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backends.cuda import epilogue as epilogues
 from backends.cuda import prologue as prologues
+from backends.cuda.driver import Context
 from backends.cuda.epilogue import Epilogue
+from backends.cuda.options import Options, TileChoice
 from backends.cuda.prologue import NO_PROLOGUE, Prologue
 from backends.cuda.tiles import HaloTask, HaloTile, Triple, halo_tile
+from dispatcher.errors import InputError
 from dispatcher.operator import Operator
+from dispatcher.planner import plan
 from dispatcher.steps import ConvTranspose3d, Step
 
 _MAX_HALO_PHASES = 64
@@ -36,27 +40,27 @@ class Target:
     shared_limit: int
     processors: int
 
-
-@dataclass(frozen=True)
-class Options:
-    """Tuning choices.
-
-    Attributes:
-        algorithm: ``auto``, ``halo`` or ``fma``.
-        tile: a box ``(z, y, x)`` for the tensor-core kernel, or None.
-        prologue: ``auto``, ``fused`` or ``separate``: where steps before a convolution run.
-    """
-
-    algorithm: str = "auto"
-    tile: Triple | None = None
-    prologue: str = "auto"
+    @staticmethod
+    def of(context: Context) -> Target:
+        """An opened device as a target."""
+        return Target(context.architecture, context.shared_limit, context.processors)
 
 
 class CudaFusion:
-    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`."""
+    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`.
+
+    Raises:
+        InputError: the options name tiles for another number of convolutions; later, a tile that fits none.
+    """
 
     def __init__(self, operator: Operator, target: Target, options: Options) -> None:
         self.operator, self.target, self.options = operator, target, options
+        named, count = len(options.tile), len(operator.convolutions)
+        if named not in (1, count):
+            raise InputError(
+                f"tile names {named} tiles, but {operator.problem.name} has {count} convolution(s); "
+                "name one tile for all, or one for each"
+            )
 
     def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
         """May ``step`` run while the convolution loads its input, before the ``fused`` ones?"""
@@ -113,9 +117,37 @@ class CudaFusion:
             return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
         if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > _MAX_HALO_EXTENT:
             return f"extents of more than {_MAX_HALO_EXTENT} voxels take the general kernel"
-        if self.halo(convolution, Epilogue()) is None:
-            return "no box of inputs fits the shared memory"
-        return None
+        task = self.task(convolution, Epilogue())
+        if halo_tile(task) is not None:
+            return None
+        if halo_tile(replace(task, wanted=None)) is not None:
+            raise InputError(
+                f"tile is {task.wanted}, which {convolution.op} cannot have here; expected a box of 32 to 512 voxels, "
+                "z and y up to 8, x a multiple of 8, that fits the device; explain shows one, or leave tile out"
+            )
+        return "no box of inputs fits the shared memory"
+
+    def wanted(self, convolution: ConvTranspose3d) -> TileChoice | None:
+        """The tile that the options ask for."""
+        place = next(n for n, step in enumerate(self.operator.convolutions) if step is convolution)
+        return self.options.tile[place if len(self.options.tile) > 1 else 0]
+
+    def tasks(self) -> list[HaloTask | None]:
+        """What each convolution's launch has to do, with all that is fused; None where the general kernel runs it."""
+        found: list[HaloTask | None] = []
+        for segment in plan(self.operator, self):
+            if segment.convolution is None:
+                continue
+            convolution = self.operator.steps[segment.convolution]
+            assert isinstance(convolution, ConvTranspose3d)
+            if self.refuses_halo(convolution) is not None:
+                found.append(None)
+                continue
+            prologue = prologues.describe(segment.prologue(self.operator))
+            assert isinstance(prologue, Prologue)
+            epilogue = self.describe(convolution, segment.epilogue(self.operator))
+            found.append(self.task(convolution, epilogue, prologue))
+        return found
 
     def task(
         self, convolution: ConvTranspose3d, epilogue: Epilogue, prologue: Prologue = NO_PROLOGUE
@@ -134,7 +166,7 @@ class CudaFusion:
             split=self.operator.precision == "fp32" and not exact,
             shared_limit=self.target.shared_limit,
             processors=self.target.processors,
-            box=self.options.tile,
+            wanted=self.wanted(convolution),
             window=prologue.volume,
         )
 
@@ -143,6 +175,12 @@ class CudaFusion:
     ) -> HaloTile | None:
         """The tile for a convolution with what is fused around it."""
         return halo_tile(self.task(convolution, epilogue, prologue))
+
+    def choice(self, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile) -> dict[str, str]:
+        """For people: the option that names ``tile``, and why it was taken."""
+        task = self.task(convolution, epilogue)
+        why = "lowest estimate" if task.wanted is None else self.options.why
+        return {"option": f"tile={task.name(tile)}", "why": why}
 
 
 def padding(channels: int) -> float:

@@ -19,7 +19,8 @@ from backends.cuda import chains
 from backends.cuda import prologue as prologues
 from backends.cuda.convolution import fma_tables, halo_tables
 from backends.cuda.epilogue import Epilogue
-from backends.cuda.fusion import CudaFusion, Options, Target, positions_of
+from backends.cuda.fusion import CudaFusion, Target, positions_of
+from backends.cuda.options import Options
 from backends.cuda.prologue import NO_PROLOGUE, Prologue
 from backends.cuda.tiles import FmaTile, fma_tile
 from backends.cuda.toolkit import Kernel
@@ -181,7 +182,11 @@ class Program:
 
 
 def lower(operator: Operator, target: Target, options: Options) -> Program:
-    """Plan ``operator`` for ``target`` and make its launches."""
+    """Plan ``operator`` for ``target`` and make its launches.
+
+    Raises:
+        InputError: the options name a tile that does not fit.
+    """
     return _Lowering(operator, target, options).program
 
 
@@ -392,6 +397,7 @@ class _Lowering:
             ),
             "threads": tile.threads,
             "shared_bytes": tile.shared_bytes,
+            **self.fusion.choice(convolution, epilogue, tile),
         }
         products = "3xTF32 with promoted sums" if task.split else "TF32"
         algorithm = f"resident halo on tensor cores, {products}"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.cuda.options import TileChoice
 from dispatcher.geometry import ConvGeometry
 
 Triple = tuple[int, int, int]
@@ -293,7 +294,7 @@ class HaloTask:
         split: three TF32 products instead of one.
         shared_limit: bytes of shared memory that a block may have.
         processors: multiprocessors of the device.
-        box: consider this box only.
+        wanted: consider only tiles that match this.
         window: elements from which a prologue makes each input.
     """
 
@@ -305,7 +306,7 @@ class HaloTask:
     split: bool
     shared_limit: int
     processors: int
-    box: Triple | None = None
+    wanted: TileChoice | None = None
     window: int = 1
 
     @property
@@ -323,6 +324,30 @@ class HaloTask:
         """Registers of a thread that hold sums."""
         in_registers = 1 - np.asarray(fold_shared, np.int64) if self.folded else 0
         return warp_m * block_n // 2 * (1 + self.split + np.asarray(paired, np.int64) + in_registers)
+
+    def matches(self, tile: HaloTile) -> Flag:
+        """Is ``tile`` one that is wanted? Where no phases are folded, ``fold_shared`` says nothing."""
+        if self.wanted is None:
+            return True
+        good: Flag = True
+        for extent, number in zip(tile.tile, self.wanted.box, strict=True):
+            good = good & (extent == number)
+        for name in ("warp_m", "resident", "slice_channels", "paired", "fold_shared"):
+            number = getattr(self.wanted, name)
+            if number is not None and (self.folded or name != "fold_shared"):
+                good = good & (getattr(tile, name) == number)
+        return good
+
+    def name(self, tile: HaloTile) -> TileChoice:
+        """The choice that only ``tile`` matches, of the tiles for this task."""
+        return TileChoice(
+            tile.tile,
+            tile.warp_m,
+            tile.resident,
+            tile.slice_channels,
+            int(tile.paired) if self.paired_phases else None,
+            int(tile.fold_shared) if self.folded else None,
+        )
 
     def holds_windows(self, tile: HaloTile) -> Flag:
         """Are all windows of the second pooling within a block?"""
@@ -369,8 +394,9 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     channels = geometry.in_channels // geometry.groups
     other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if task.softmax else 0)
     z, y, x, warp_m = _boxes()
-    if task.box is not None:
-        wanted = (z == task.box[0]) & (y == task.box[1]) & (x == task.box[2])
+    if task.wanted is not None:
+        box_z, box_y, box_x = task.wanted.box
+        wanted = (z == box_z) & (y == box_y) & (x == box_x)
         z, y, x, warp_m = z[wanted], y[wanted], x[wanted], warp_m[wanted]
     box, slice_channels, paired, shared, resident = (
         axis.ravel()
@@ -395,6 +421,7 @@ def halo_tiles(task: HaloTask) -> HaloTile:
         n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
     )  # fmt: skip
     fits = (sums + other <= available) & (tiles.threads <= 1024) & task.holds_windows(tiles)
+    fits &= task.matches(tiles)
     fits &= resident * (tiles.shared_bytes + _RESERVED_BYTES) <= task.shared_limit + _RESERVED_BYTES
     return tiles.pick(fits & (task.blocks(tiles) < 2**31))
 

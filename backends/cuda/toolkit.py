@@ -112,10 +112,14 @@ def _sources(folder: Path) -> bytes:
     )
 
 
+def sources_digest() -> str:
+    """A text that changes whenever a kernel does."""
+    return hashlib.sha256(_sources(KERNELS)).hexdigest()
+
+
 def _key(kernel: Kernel, architecture: int, toolkit: Toolkit) -> str:
-    digest = hashlib.sha256(_sources(KERNELS))
-    digest.update(repr((kernel, architecture, toolkit.command, toolkit.version)).encode())
-    return digest.hexdigest()
+    parts = (sources_digest(), kernel, architecture, toolkit.command, toolkit.version)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, fresh: bool = False) -> bytes:

@@ -105,7 +105,7 @@ def choose(
         if known is not None:
             winograd = known[0].algorithm == "winograd"
             tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd)[0][1]
-            return tile, f"tuned on this device: {known[1]:.2f} times the speed of the default"
+            return tile, known[1]
     direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False)[0]
     if options.algorithm == "direct":
         return direct, "asked for"
