@@ -44,6 +44,7 @@ POOLED = conv_operator(
     before=[{"op": "avg_pool3d", "window": 2}],
     after=[{"op": "gelu"}],
 )
+HALF = conv_operator((1, 4, 2, 3, 8), 8, (3, 3, 3), stride=2, dtype="float16")
 TWO = operator_of(
     {"x": (1, 3, 3, 4, 8), "v": (3, 4, 2, 2, 2), "w": (4, 5, 3, 3, 3)},
     [
@@ -193,7 +194,7 @@ def test_candidates_name_a_tile_for_each_convolution() -> None:
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("op", [SMALL, POOLED, TWO], ids=["small", "pooled", "two"])
+@pytest.mark.parametrize("op", [SMALL, POOLED, HALF, TWO], ids=["small", "pooled", "half", "two"])
 def test_every_candidate_is_right(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TILES", 3)
     result = search(op)

@@ -176,9 +176,8 @@ class CudaFusion:
         """The tile for a convolution with what is fused around it."""
         return halo_tile(self.task(convolution, epilogue, prologue))
 
-    def choice(self, convolution: ConvTranspose3d, epilogue: Epilogue, tile: HaloTile) -> dict[str, str]:
-        """For people: the option that names ``tile``, and why it was taken."""
-        task = self.task(convolution, epilogue)
+    def choice(self, task: HaloTask, tile: HaloTile) -> dict[str, str]:
+        """For people: the option that names the ``tile`` of ``task``, and why it was taken."""
         why = "lowest estimate" if task.wanted is None else self.options.why
         return {"option": f"tile={task.name(tile)}", "why": why}
 

@@ -397,7 +397,7 @@ class _Lowering:
             ),
             "threads": tile.threads,
             "shared_bytes": tile.shared_bytes,
-            **self.fusion.choice(convolution, epilogue, tile),
+            **self.fusion.choice(task, tile),
         }
         products = "3xTF32 with promoted sums" if task.split else "TF32"
         algorithm = f"resident halo on tensor cores, {products}"
