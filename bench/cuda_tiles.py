@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from backends.cuda import BACKEND, driver  # noqa: E402
 from backends.cuda.fusion import CudaFusion, Target  # noqa: E402
-from backends.cuda.options import Options, TileChoice  # noqa: E402
+from backends.cuda.options import Options  # noqa: E402
 from backends.cuda.tuning import one_of_each_kind  # noqa: E402
 from dispatcher import problems  # noqa: E402
 from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
@@ -40,19 +39,22 @@ WARM_UP, REPEATS = 1, 5
 SCHEMA = 1
 
 
-def measure(operator: Operator, device: Device, tensors: dict[str, Any], tile: TileChoice) -> list[float]:
-    """Milliseconds of all launches, in each call."""
-    run = BACKEND.compile(operator, device, {"tile": str(tile)})
-    times = []
+def measure(
+    operator: Operator, device: Device, tensors: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """Milliseconds in each call: of all launches, and of those of the convolution."""
+    run = BACKEND.compile(operator, device, options)
+    times, convolution = [], []
     for _ in range(WARM_UP + REPEATS):
         timings = Timings()
         run(tensors, None, timings)
         times.append(1e3 * timings.kernel_s)
-    return times[WARM_UP:]
+        convolution.append(1e3 * sum(seconds for name, seconds in timings.launches if name == "conv_halo"))
+    return times[WARM_UP:], convolution[WARM_UP:]
 
 
 def rows(name: str, precision: str, case: str, count: int, device: Device) -> Iterator[dict[str, Any]]:
-    """One row for each tile of a problem."""
+    """One row for each tile of a problem; twice where steps before the convolution may be fused or separate."""
     from pycuda import gpuarray
 
     problem = load_problem(name)
@@ -60,33 +62,38 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
         problem, sort_arguments(problem, {}), case=case, dtype="float32", precision=precision
     )
     context = driver.context(device.index)
-    (task,) = CudaFusion(operator, Target.of(context), Options()).tasks()
-    if task is None:
-        raise DeviceError(
-            f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time"
-        )
     with context.active():
         tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
-    for tile, cycles in one_of_each_kind(task, count):
-        times = measure(operator, device, tensors, task.name(tile))
-        yield {
-            "problem": name, "precision": precision, "tile": asdict(tile), "estimated_cycles": cycles,
-            "median_ms": statistics.median(times), "min_ms": min(times), "max_ms": max(times),
-        }  # fmt: skip
+    for prologue in (
+        ("separate", "fused") if operator.steps[0] is not operator.convolutions[0] else ("separate",)
+    ):
+        (task,) = CudaFusion(operator, Target.of(context), Options(prologue=prologue)).tasks()
+        if task is None:
+            raise DeviceError(
+                f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time"
+            )
+        for tile, cycles in one_of_each_kind(task, count):
+            options = {"tile": str(task.name(tile)), "prologue": prologue}
+            times, convolution = measure(operator, device, tensors, options)
+            yield {
+                "problem": name, "precision": precision, "prologue": prologue, "tile": asdict(tile),
+                "estimated_cycles": cycles, "median_ms": statistics.median(times), "min_ms": min(times),
+                "max_ms": max(times), "convolution_ms": statistics.median(convolution),
+            }  # fmt: skip
     with context.active():
         del tensors
         context.trim()
 
 
 def summary(table: list[dict[str, Any]]) -> str:
-    """For each problem the choice, the best tile, and the price of the choice."""
+    """For each problem and way the choice, the best tile, and the price of the choice."""
     lines = []
-    for key in dict.fromkeys((row["problem"], row["precision"]) for row in table):
-        part = [row for row in table if (row["problem"], row["precision"]) == key]
-        chosen = min(part, key=lambda row: row["estimated_cycles"] or math.inf)
+    for key in dict.fromkeys((row["problem"], row["precision"], row["prologue"]) for row in table):
+        part = [row for row in table if (row["problem"], row["precision"], row["prologue"]) == key]
+        chosen = min(part, key=lambda row: row["estimated_cycles"])
         best = min(part, key=lambda row: row["median_ms"])
         lines.append(
-            f"{key[0]:48} {key[1]}  chosen {chosen['median_ms']:.3f} ms  best {best['median_ms']:.3f} ms "
+            f"{key[0]:48} {key[1]} {key[2]:8}  chosen {chosen['median_ms']:.3f} ms  best {best['median_ms']:.3f} ms "
             f"{tuple(best['tile']['tile'])} warp_m {best['tile']['warp_m']} resident {best['tile']['resident']}  "
             f"{chosen['median_ms'] / best['median_ms']:.2f}"
         )

@@ -23,6 +23,7 @@ from tests.cuda_support import device, operator
 
 ROOT = Path(__file__).resolve().parents[1]
 LGS = "conv-transpose3d-layernorm-gelu-scaling"
+SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
 MAXMAX = "conv-transpose3d-max-max-sum"
 ASYM = "conv-transpose-3d-asym-input-sq-kernel"
 H100 = Target(90, 227 << 10, 132)
@@ -87,6 +88,15 @@ def test_a_second_pooling_is_fused_with_what_is_folded_in_shared_memory(
     assert task.pool == (3, 3, 3) and tile.pooled and tile.fold_shared
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize(
+    "target", [H100, Target(80, 163 << 10, 108), CONSUMER], ids=["h100", "a100", "consumer"]
+)
+def test_both_pools_and_the_sum_are_one_launch(target: Target, precision: str) -> None:
+    program = lower(operator(MAXMAX, "kernelbench", precision), target, Options())
+    assert [launch.name for launch in program.launches] == ["conv_halo"]
+
+
 @pytest.fixture
 def bench_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Imports a program of the bench folder."""
@@ -130,7 +140,11 @@ def test_the_program_that_times_tiles(bench_program: Callable[[str], Any]) -> No
     program = bench_program("cuda_tiles")
     table = list(program.rows(MAXMAX, "tf32", "sample", 3, device()))
     assert len(table) == 3 and len({str(row["tile"]) for row in table}) == 3
+    assert all(row["prologue"] == "separate" and row["convolution_ms"] <= row["max_ms"] for row in table)
     assert all(0 < row["min_ms"] <= row["median_ms"] <= row["max_ms"] for row in table)
     assert table[0]["estimated_cycles"] == min(row["estimated_cycles"] for row in table)
+    both = list(program.rows(SOFTMAX, "tf32", "sample", 2, device()))
+    assert [row["prologue"] for row in both] == ["separate", "separate", "fused", "fused"]
+    assert all(row["convolution_ms"] < row["median_ms"] for row in both[:2])
     line = program.summary(table)
     assert MAXMAX in line and float(line.split()[-1]) >= 1.0
