@@ -210,7 +210,7 @@ def test_reads_are_counted_within_the_tensor() -> None:
     """By hand: boxes of 4 in a line of 10 outputs, taps at m and m + 1, in 8 inputs."""
     op = conv_operator((1, 1, 1, 1, 8), 8, (1, 1, 3), padding=[0, 0, 0])
     geometry = op.convolutions[0].geometry
-    task = HaloTask(geometry, (1, 1, 10), (1, 1, 1), False, False, True, 99 << 10, 1)
+    task = HaloTask(geometry, (1, 1, 10), (1, 1, 1), False, False, True, True, 99 << 10, 1)
     found = tiles.halo_tiles(task)
     tile = found.pick(int(np.flatnonzero((found.tile[2] == 8) & (found.slices == 1))[0]))
     assert (tile.low[2], tile.high[2]) == (2, 0)
