@@ -97,8 +97,7 @@ def test_half_precision_takes_tensor_cores(name: str) -> None:
     needs_tensor_cores()
     op = in_dtype(RESIDENT[name], "float16")
     assert set(exact(op, algorithm="halo")) == {"conv_halo"}
-    assert str(compiled(op).launches[0].algorithm).endswith("TF32")
-    assert "3xTF32" not in compiled(op).launches[0].algorithm
+    assert compiled(op).launches[0].algorithm.endswith(" TF32 with promoted sums")
     for kind in ("signed", "one_inf", "one_nan"):
         check(op, tensors_of(op, kind))
 
@@ -177,6 +176,12 @@ def test_a_halo_that_no_shared_memory_holds_takes_the_general_kernel() -> None:
     assert [launch.name for launch in run.launches] == ["conv_fma"]
     assert "shared memory" in str(run.launches[0].detail["why"])
     check(op, tensors_of(op))
+
+
+@pytest.mark.parametrize("dilation", [1 << 28, 1 << 30])
+def test_taps_too_far_apart_to_count_a_halo_in_64_bits(dilation: int) -> None:
+    op = conv_operator((1, 8, 1, 1, 1), 8, (2, 2, 2), dilation=dilation, padding=dilation // 2)
+    assert exact(op) == ["conv_fma"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import erf, sqrt
 from typing import Any
 
@@ -60,6 +61,24 @@ def test_float32_accuracy_of_long_sums(algorithm: str, mma: str) -> None:
     bound = 4 * np.sqrt(64 * 27) * 2.0**-24 * size
     assert (np.abs(got - wanted) <= bound).all()
     assert np.abs(got - wanted).max() < 2e-5
+
+
+@simulator_only
+@pytest.mark.parametrize("mma", ["rn", "rz"])
+def test_half_precision_accuracy_of_long_sums(mma: str) -> None:
+    """A tensor core that cuts its own sums of 6912 exact products is too coarse."""
+    op = conv_operator((1, 256, 4, 6, 10), 16, (3, 3, 3), padding=1, dtype="float16")
+    with machine(devices=1, arch="8.0", mma=mma):
+        check(op, tensors_of(op), algorithm="halo")
+
+
+@pytest.mark.parametrize("huge", ["x", "w"])
+def test_tf32_does_not_round_to_infinity(huge: str) -> None:
+    op = replace(conv_operator((1, 4, 3, 4, 8), 4, (2, 2, 2)), precision="tf32")
+    device()
+    tensors = {name: np.full(shape, 1e-30, np.float32) for name, shape in op.tensor_shapes.items()}
+    tensors[huge][:] = np.finfo(np.float32).max
+    check(op, tensors)
 
 
 @BOTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -211,9 +212,19 @@ def test_reads_are_counted_within_the_tensor() -> None:
     """By hand: boxes of 4 in a line of 10 outputs, taps at m and m + 1, in 8 inputs."""
     op = conv_operator((1, 1, 1, 1, 8), 8, (1, 1, 3), padding=[0, 0, 0])
     geometry = op.convolutions[0].geometry
-    task = HaloTask(geometry, (1, 1, 10), (1, 1, 1), False, False, True, 99 << 10, 1)
+    task = HaloTask(geometry, (1, 1, 10), (1, 1, 1), False, False, True, True, 99 << 10, 1)
     found = tiles.halo_tiles(task)
     tile = found.pick(int(np.flatnonzero((found.tile[2] == 8) & (found.slices == 1))[0]))
     assert (tile.low[2], tile.high[2]) == (2, 0)
     # Boxes at 0 and 8 read inputs 0..7 and 6..7.
     assert task.reads(tile) == (8 + 2) / 8
+
+
+def test_the_boxes_of_a_long_axis_are_not_counted_one_by_one() -> None:
+    op = conv_operator((1, 8, 1 << 30, 1, 1), 8, (3, 1, 1), before=[{"op": "relu"}])
+    tracemalloc.start()
+    try:
+        assert [launch.name for launch in lower(op, H100, Options()).launches] == ["conv_halo"]
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -156,6 +156,7 @@ class CudaFusion:
 
         One TF32 product is enough where it was asked for, and for float16 inputs and weights, which it holds exactly.
         """
+        fp32 = self.operator.precision == "fp32"
         exact = self.operator.dtype == "float16" and convolution.source == 0 and not prologue
         return HaloTask(
             convolution.geometry,
@@ -163,7 +164,8 @@ class CudaFusion:
             epilogue.window,
             folded=epilogue.fold is not None,
             softmax=epilogue.softmax,
-            split=self.operator.precision == "fp32" and not exact,
+            split=fp32 and not exact,
+            promoted=fp32,
             shared_limit=self.target.shared_limit,
             processors=self.target.processors,
             wanted=self.wanted(convolution),

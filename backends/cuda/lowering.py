@@ -370,6 +370,7 @@ class _Lowering:
             **self.defines(_HALO, before.source, result),
             **tile.defines,
             "USE_3XTF32": int(task.split),
+            "PROMOTE": int(task.promoted),
             "USE_VECTOR_X": int(geometry.width.input % 4 == 0),
             **_x_defines(prologue, before.input_shape[4], stored, task.split),
             "KEEP_X": 0,
@@ -399,7 +400,7 @@ class _Lowering:
             "shared_bytes": tile.shared_bytes,
             **self.fusion.choice(task, tile),
         }
-        products = "3xTF32 with promoted sums" if task.split else "TF32"
+        products = ("3xTF32" if task.split else "TF32") + (" with promoted sums" if task.promoted else "")
         algorithm = f"resident halo on tensor cores, {products}"
 
         def launch(

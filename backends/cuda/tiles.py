@@ -264,6 +264,10 @@ _SOFTMAX_REGISTERS = 24
 _RESERVED_BYTES = 1024
 
 
+#: Voxels of an axis whose boxes are counted one by one; the rest of a longer one is like them.
+_LONG_AXIS = 1 << 20
+
+
 def registers(threads: Count, resident: Count) -> Count:
     """Registers that each thread may have when ``resident`` blocks share a multiprocessor: each quarter of it
     holds a quarter of the warps."""
@@ -292,6 +296,7 @@ class HaloTask:
         folded: all phases are folded to one result.
         softmax: the launch is a pass of a softmax.
         split: three TF32 products instead of one.
+        promoted: the sums of each ``block_k`` channels join the result by ordinary additions.
         shared_limit: bytes of shared memory that a block may have.
         processors: multiprocessors of the device.
         wanted: consider only tiles that match this.
@@ -304,6 +309,7 @@ class HaloTask:
     folded: bool
     softmax: bool
     split: bool
+    promoted: bool
     shared_limit: int
     processors: int
     wanted: TileChoice | None = None
@@ -323,7 +329,7 @@ class HaloTask:
     def sums(self, warp_m: Count, block_n: int, paired: Flag, fold_shared: Flag) -> Count:
         """Registers of a thread that hold sums."""
         in_registers = 1 - np.asarray(fold_shared, np.int64) if self.folded else 0
-        return warp_m * block_n // 2 * (1 + self.split + np.asarray(paired, np.int64) + in_registers)
+        return warp_m * block_n // 2 * (1 + self.promoted + np.asarray(paired, np.int64) + in_registers)
 
     def matches(self, tile: HaloTile) -> Flag:
         """Is ``tile`` one that is wanted? Where no phases are folded, ``fold_shared`` says nothing."""
@@ -367,9 +373,10 @@ class HaloTask:
         for axis, count, extent, low, high in zip(
             self.geometry.axes, self.positions, tile.tile, tile.low, tile.high, strict=True
         ):
-            first = np.arange(0, count, extent)
-            inside = np.minimum(first + extent + high, axis.input) - np.maximum(first - low, 0)
-            total *= np.maximum(inside, 0).sum() / axis.input
+            inputs = min(axis.input, _LONG_AXIS)
+            first = np.arange(0, min(count, _LONG_AXIS), extent)
+            inside = np.minimum(first + extent + high, inputs) - np.maximum(first - low, 0)
+            total *= np.maximum(inside, 0).sum() / inputs
         return total
 
     def channel_tiles(self, tile: HaloTile) -> int:
@@ -423,6 +430,9 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     fits = (sums + other <= available) & (tiles.threads <= 1024) & task.holds_windows(tiles)
     fits &= task.matches(tiles)
     fits &= resident * (tiles.shared_bytes + _RESERVED_BYTES) <= task.shared_limit + _RESERVED_BYTES
+    # Where taps reach so far that those sizes overflow, not even 8 channels of one voxel and its halo fit.
+    halo = math.prod(1 + below + above for below, above in zip(low, high, strict=True))
+    fits &= 4 * 8 * halo <= task.shared_limit
     return tiles.pick(fits & (task.blocks(tiles) < 2**31))
 
 
@@ -478,7 +488,9 @@ def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
     cache = k8 * sum(fragments) * warps
     instructions = products + fragments[0] + fragments[1] / 4
     if task.split:
-        instructions = instructions + 3 * sum(fragments) + tile.warp_m * columns * 32 / tile.block_k
+        instructions = instructions + 3 * sum(fragments)
+    if task.promoted:
+        instructions = instructions + tile.warp_m * columns * 32 / tile.block_k
     loop = np.cbrt(tensor**3 + cache**3 + (k8 * instructions * in_quarter) ** 3)
     loop = loop + task.phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
     sums = task.sums(tile.warp_m, tile.block_n, tile.paired, tile.fold_shared)

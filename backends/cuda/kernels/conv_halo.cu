@@ -24,11 +24,11 @@
 // in the main loop. PAIRED: a warp makes two phases that differ in W alone before it stores, so that 8 voxels of
 // a line become 64 contiguous bytes.
 //
-// Precision. USE_3XTF32: x and w are split in two TF32 parts each, three products are added, and the sums of each
-// BLOCK_K channels are added to the result by ordinary additions, since the tensor core cuts its own sums:
-// float32 accuracy. Otherwise one TF32 product, of inputs that ROUND_X rounds; TF32 holds float16 as it is. A sum that is not finite is made again by fused multiply-add with
-// only the inputs that exist: splitting turns inf into NaN, and so does 0 * inf where 0 stands for an input
-// outside the tensor.
+// Precision. USE_3XTF32: x and w are split in two TF32 parts each, and three products are added. Otherwise one TF32
+// product, of inputs that ROUND_X rounds; TF32 holds float16 as it is. PROMOTE: the sums of each BLOCK_K channels are
+// added to the result by ordinary additions, since the tensor core cuts its own sums: float32 accuracy. A sum that is
+// not finite is made again by fused multiply-add with only the inputs that exist: splitting turns inf into NaN, and so
+// does 0 * inf where 0 stands for an input outside the tensor.
 //
 // Prologue, while the box is loaded: PRE_FIRST_CHAIN on each element, the mean or maximum of each window,
 // PRE_SECOND_CHAIN. Blocks repeat it for their halos. The first pass of a softmax keeps the inputs that it made (KEEP_X,
@@ -45,7 +45,7 @@
 // Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
 // (4 channels x 8 voxels) meets 32 banks; the program; softmax sums; with FOLD_SHARED what is folded so far, each
 // thread's own. The second pooling's staging of 8 channels takes the x tile's place.
-// Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of USE_3XTF32, PAIRED and FOLD
+// Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of PROMOTE, PAIRED and FOLD
 // (without FOLD_SHARED).
 // Barriers: one or two before the products, two or three for each slice of channels; two per 8 channels of a second
 // pooling; one or two for softmax sums.
@@ -391,7 +391,7 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
     tap = program[s + 1];
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-#if USE_3XTF32
+#if PROMOTE
       Rows sums;
       clear(sums);
 #else
@@ -408,7 +408,7 @@ __device__ __forceinline__ void accumulate(const float *a_lane, const int (&voxe
           for (int slot = 0; slot < AHEAD; slot++) b[slot] = b[slot + 1];
         }
       }
-#if USE_3XTF32
+#if PROMOTE
 #pragma unroll
       for (int m = 0; m < WARP_M; m++)
 #pragma unroll

@@ -138,10 +138,11 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], 
 #endif
 }
 
-// The nearest value with a 10-bit mantissa; ties go away from zero. Infinities and NaN stay what they are.
+// The nearest value with a 10-bit mantissa; ties go away from zero. What would become infinite, infinities and NaN stay
+// what they are; the tensor core cuts them to 10 bits.
 __device__ __forceinline__ uint32_t round_tf32(float v) {
   uint32_t bits = __float_as_uint(v);
-  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + 0x1000u) & 0xffffe000u;
+  return (bits & 0x7fffffffu) >= 0x7f7ff000u ? bits : (bits + 0x1000u) & 0xffffe000u;
 }
 
 // v = big + small, big with a 10-bit mantissa; the tensor core cuts small to 10 bits too, an error of 2^-23
