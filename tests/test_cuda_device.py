@@ -165,6 +165,13 @@ def test_strided_arrays(tensors: dict[str, np.ndarray]) -> None:
     close(compiled(SMALL)({**tensors, "x": there}).get(), reference(SMALL, tensors))
 
 
+def test_elements_that_no_kernel_can_read_are_refused(tensors: dict[str, np.ndarray]) -> None:
+    strides = (*tensors["x"].strides[:4], 6)
+    for there in (OnDevice(tensors["x"], offset=2), OnDevice(tensors["x"], strides=strides)):
+        with pytest.raises(InputError, match="x has elements at addresses that are no multiple of 4 bytes"):
+            compiled(SMALL)({**tensors, "x": there})
+
+
 def test_arrays_that_do_not_fit_are_named(tensors: dict[str, np.ndarray]) -> None:
     run = compiled(SMALL)
     with pytest.raises(InputError, match=r"x is .*expected float32 of"):
@@ -300,6 +307,7 @@ def test_an_empty_batch() -> None:
         ({"speed": 1}, "option 'speed' is unknown"),
         ({"algorithm": "fast"}, "algorithm is 'fast'"),
         ({"tile": (1, 2)}, "tile is"),
+        ({"tile": "4,2,8"}, "tile is '4,2,8'"),
         ({"stream": "x"}, "stream is 'x'"),
     ],
 )
@@ -313,6 +321,9 @@ def test_a_tile_of_choice(tensors: dict[str, np.ndarray]) -> None:
         run = compiled(SMALL, tile=(2, 2, 16))
         assert "2x2x16" in str(run.launches[0].detail["tile"])
         close(run(tensors), reference(SMALL, tensors))
+        assert compiled(SMALL, tile="2x2x16").launches == run.launches
+        (general,) = compiled(SMALL, tile=(5, 5, 5)).launches
+        assert general.detail["why"] == "the tile 5x5x5 that was asked for cannot be used"
     assert [launch.name for launch in compiled(SMALL, tile=(5, 5, 5)).launches] == ["conv_fma"]
 
 

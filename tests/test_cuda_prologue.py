@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -216,3 +217,13 @@ def test_reads_are_counted_within_the_tensor() -> None:
     assert (tile.low[2], tile.high[2]) == (2, 0)
     # Boxes at 0 and 8 read inputs 0..7 and 6..7.
     assert task.reads(tile) == (8 + 2) / 8
+
+
+def test_the_boxes_of_a_long_axis_are_not_counted_one_by_one() -> None:
+    op = conv_operator((1, 8, 1 << 30, 1, 1), 8, (3, 1, 1), before=[{"op": "relu"}])
+    tracemalloc.start()
+    try:
+        assert [launch.name for launch in lower(op, H100, Options()).launches] == ["conv_halo"]
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

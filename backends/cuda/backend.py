@@ -11,6 +11,7 @@ from backends.cuda import driver, roofline, toolkit
 from backends.cuda.executable import CudaExecutable
 from backends.cuda.fusion import Options, Target
 from backends.cuda.lowering import Program, lower
+from backends.cuda.tiles import Triple
 from backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, Roofline
@@ -86,9 +87,9 @@ class CudaBackend:
         """Build ``operator`` for ``device``.
 
         Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (a box of
-        voxels ``(z, y, x)`` for the tensor-core kernel), ``prologue`` (``auto``; ``fused`` or ``separate``: where
-        steps before a convolution run) and ``stream`` (a ``cudaStream_t`` as an integer, whose work each call
-        waits for).
+        voxels ``(z, y, x)`` or ``"ZxYxX"`` for the tensor-core kernel), ``prologue`` (``auto``; ``fused`` or
+        ``separate``: where steps before a convolution run) and ``stream`` (a ``cudaStream_t`` as an integer, whose
+        work each call waits for).
 
         Raises:
             InputError: an option is unknown or has a wrong value.
@@ -144,15 +145,26 @@ def _options(options: Mapping[str, Any]) -> tuple[Options, int | None]:
     prologue = options.get("prologue", "auto")
     if prologue not in PROLOGUES:
         raise InputError(f"prologue is {prologue!r}; expected one of {', '.join(PROLOGUES)}")
-    tile = options.get("tile")
-    if tile is not None and (
-        not isinstance(tile, Sequence) or len(tile) != 3 or not all(type(n) is int and n > 0 for n in tile)
-    ):
-        raise InputError(f"tile is {tile!r}; expected three positive integers, (z, y, x)")
     stream = options.get("stream")
     if stream is not None and (type(stream) is not int or stream < 0):
         raise InputError(f"stream is {stream!r}; expected a cudaStream_t as an integer")
-    return Options(algorithm, None if tile is None else (tile[0], tile[1], tile[2]), prologue), stream
+    return Options(algorithm, _box(options.get("tile")), prologue), stream
+
+
+def _box(tile: Any) -> Triple | None:
+    """The option ``tile``; ``"1x4x8"``, as it comes from a command line, is ``(1, 4, 8)``."""
+    if tile is None:
+        return None
+    numbers = tile
+    if isinstance(tile, str):
+        numbers = [int(part) if part.isdecimal() else 0 for part in tile.split("x")]
+    if (
+        not isinstance(numbers, Sequence)
+        or len(numbers) != 3
+        or not all(type(n) is int and n > 0 for n in numbers)
+    ):
+        raise InputError(f"tile is {tile!r}; expected three positive integers, (z, y, x) or 'ZxYxX'")
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[int, int]) -> str | None:

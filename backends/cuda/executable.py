@@ -332,6 +332,8 @@ class _Call:
         address = self._check(name, interface, shape)
         itemsize = np.dtype(self.program.operator.dtype).itemsize
         strides = interface.get("strides")
+        if any(number % itemsize for number in (address, *(strides or ()))):
+            raise InputError(f"{name} has elements at addresses that are no multiple of {itemsize} bytes")
         if _c_contiguous(shape, strides, itemsize):
             strides = None
         if strides is None and address % _VECTOR_BYTES == 0:

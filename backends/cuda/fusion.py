@@ -114,6 +114,8 @@ class CudaFusion:
         if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > _MAX_HALO_EXTENT:
             return f"extents of more than {_MAX_HALO_EXTENT} voxels take the general kernel"
         if self.halo(convolution, Epilogue()) is None:
+            if self.options.tile is not None:
+                return "the tile {}x{}x{} that was asked for cannot be used".format(*self.options.tile)
             return "no box of inputs fits the shared memory"
         return None
 

@@ -263,6 +263,10 @@ _SOFTMAX_REGISTERS = 24
 _RESERVED_BYTES = 1024
 
 
+#: Voxels of an axis whose boxes are counted one by one; the rest of a longer one is like them.
+_LONG_AXIS = 1 << 20
+
+
 def registers(threads: Count, resident: Count) -> Count:
     """Registers that each thread may have when ``resident`` blocks share a multiprocessor: each quarter of it
     holds a quarter of the warps."""
@@ -344,9 +348,10 @@ class HaloTask:
         for axis, count, extent, low, high in zip(
             self.geometry.axes, self.positions, tile.tile, tile.low, tile.high, strict=True
         ):
-            first = np.arange(0, count, extent)
-            inside = np.minimum(first + extent + high, axis.input) - np.maximum(first - low, 0)
-            total *= np.maximum(inside, 0).sum() / axis.input
+            inputs = min(axis.input, _LONG_AXIS)
+            first = np.arange(0, min(count, _LONG_AXIS), extent)
+            inside = np.minimum(first + extent + high, inputs) - np.maximum(first - low, 0)
+            total *= np.maximum(inside, 0).sum() / inputs
         return total
 
     def channel_tiles(self, tile: HaloTile) -> int:
