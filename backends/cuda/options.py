@@ -110,13 +110,13 @@ def parse(options: Mapping[str, Any]) -> Request:
                 f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(_NAMES)}"
             )
     algorithm = options.get("algorithm", "auto")
-    if algorithm not in ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
     prologue = options.get("prologue", "auto")
-    if prologue not in PROLOGUES:
+    if not isinstance(prologue, str) or prologue not in PROLOGUES:
         raise InputError(f"prologue is {prologue!r}; expected one of {', '.join(PROLOGUES)}")
     tuned = options.get("tuned")
-    if tuned not in (None, "ignore"):
+    if not (tuned is None or (isinstance(tuned, str) and tuned == "ignore")):
         raise InputError(f"tuned is {tuned!r}; expected ignore")
     stream = options.get("stream")
     if stream is not None and (type(stream) is not int or stream < 0):

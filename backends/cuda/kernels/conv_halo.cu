@@ -838,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                     : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
                                        : total + acc[m][n][i];
           }
-#elif CHANNEL_SUM
+#elif CHANNEL_SUM && SOFTMAX != SOFTMAX_SUM
       store_channel_sum(p, box, pass.residue[f], acc, first_voxel, g, t);
 #elif PAIRED && SOFTMAX != SOFTMAX_SUM
       if (f == 0) {

@@ -218,6 +218,15 @@ DRIVER_API cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr ad
     if (bytes) *bytes = allocation->bytes;
     return CUDA_SUCCESS;
 }
+DRIVER_API cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address) {
+    if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) return CUDA_ERROR_NOT_SUPPORTED;
+    NEED_CONTEXT();
+    Lock lock(mutex);
+    const Allocation *allocation = allocation_before(address);
+    if (!allocation || address >= reinterpret_cast<uintptr_t>(allocation->end())) return CUDA_ERROR_INVALID_VALUE;
+    *static_cast<int *>(value) = allocation->owner->device;
+    return CUDA_SUCCESS;
+}
 DRIVER_API cuMemcpyHtoD(CUdeviceptr destination, const void *source, size_t bytes) {
     NEED_CONTEXT();
     if (!is_device_memory(destination, bytes)) return CUDA_ERROR_INVALID_VALUE;
