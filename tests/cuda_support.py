@@ -118,17 +118,18 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, file: str, *changes: tu
     monkeypatch.setattr(toolkit, "KERNELS", folder)
 
 
-class OnDevice:
-    """A foreign array on the device: memory of its own, and ``__cuda_array_interface__``."""
+class Foreign:
+    """An array that is not ours: memory of its own, ``offset`` bytes into an allocation of ``size`` more, and
+    ``__cuda_array_interface__``."""
 
-    def __init__(self, array: np.ndarray, index: int = 0, *, offset: int = 0, strides: Any = None) -> None:
+    def __init__(
+        self, index: int, shape: tuple[int, ...], dtype: Any, strides: Any, size: int, offset: int = 0
+    ) -> None:
         self.context = driver.context(index)
-        self.shape, self.dtype, self.strides = array.shape, array.dtype, strides
-        packed = np.ascontiguousarray(array)
+        self.shape, self.dtype, self.strides = shape, np.dtype(dtype), strides
         with self.context.active():
-            self.block = self.context.driver.mem_alloc(packed.nbytes + offset + 16)
-            self.address = int(self.block) + offset
-            self.context.driver.memcpy_htod(self.address, packed)
+            self.block = self.context.driver.mem_alloc(size + offset)
+        self.address = int(self.block) + offset
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -137,14 +138,24 @@ class OnDevice:
             "strides": self.strides, "version": 3,
         }  # fmt: skip
 
+    def free(self) -> None:
+        """Give the memory back."""
+        with self.context.active():
+            self.block.free()
+
+
+class OnDevice(Foreign):
+    """A copy of an array on the device."""
+
+    def __init__(self, array: np.ndarray, index: int = 0, *, offset: int = 0, strides: Any = None) -> None:
+        packed = np.ascontiguousarray(array)
+        super().__init__(index, array.shape, array.dtype, strides, packed.nbytes + 16, offset)
+        with self.context.active():
+            self.context.driver.memcpy_htod(self.address, packed)
+
     def get(self) -> np.ndarray:
         """A copy on the host."""
         result = np.empty(self.shape, self.dtype)
         with self.context.active():
             self.context.driver.memcpy_dtoh(result, self.address)
         return result
-
-    def free(self) -> None:
-        """Give the memory back."""
-        with self.context.active():
-            self.block.free()

@@ -24,7 +24,7 @@ from backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher import memory
 from dispatcher.errors import KernelError
 from dispatcher.operator import Operator
-from tests.cuda_support import compiled, device, machine, plant, simulator_only
+from tests.cuda_support import Foreign, compiled, device, machine, plant, simulator_only
 from tests.strategies import conv_operator, operator_of, tensors_of
 
 pytestmark = simulator_only
@@ -188,36 +188,22 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-class Sparse:
+class Sparse(Foreign):
     """An array on the device of which only the tail is written, see :func:`lines`."""
 
     def __init__(self, case: Case, shape: tuple[int, ...], tail: np.ndarray, moved: bool) -> None:
-        self.context = driver.context(0)
-        self.shape, self.dtype, self.strides = shape, tail.dtype, None
-        offset = case.misplaced if moved else 0
+        stored, strides = shape, None
         if case.strided and moved:  # a channel more, which is not part of the array
-            shape = (shape[0], shape[1] + 1, *shape[2:])
+            stored = (shape[0], shape[1] + 1, *shape[2:])
             tail = np.pad(tail, [(0, 0), (0, 1), (0, 0), (0, 0), (0, 0)])
-            self.strides = tuple(tail.itemsize * math.prod(shape[axis + 1 :]) for axis in range(5))
+            strides = tuple(tail.itemsize * math.prod(stored[axis + 1 :]) for axis in range(5))
+        size, offset = math.prod(stored) * tail.itemsize, case.misplaced if moved else 0
+        super().__init__(0, shape, tail.dtype, strides, size, offset)
         with self.context.active():
-            self.block = self.context.driver.mem_alloc(math.prod(shape) * tail.itemsize + offset)
-            self.address = int(self.block) + offset
-            for at, values in lines(case, shape, tail):
+            for at, values in lines(case, stored, tail):
                 self.context.driver.memcpy_htod(
                     self.address + at * tail.itemsize, np.ascontiguousarray(values)
                 )
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False),
-            "strides": self.strides, "version": 3,
-        }  # fmt: skip
-
-    def free(self) -> None:
-        """Give the memory back."""
-        with self.context.active():
-            self.block.free()
 
 
 def lines(case: Case, shape: tuple[int, ...], tail: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
