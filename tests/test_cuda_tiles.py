@@ -124,6 +124,23 @@ def test_the_guide_has_the_tables_that_the_model_makes(
     assert f"at most {slowest} times slower" in " ".join(guide.split())
 
 
+def test_the_guide_says_what_is_spilled() -> None:
+    table = (ROOT / "bench" / "results" / "cuda-resources.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    spilled = {
+        name: [(int(row[6]), int(row[10] or 0)) for row in rows if len(row) > 2 and row[2].startswith(name)]
+        for name in ("conv_halo", "conv_fma")
+    }
+    most = {name: max(size for size, _ in found) for name, found in spilled.items()}
+    in_loops = sum(count for found in spilled.values() for _, count in found)
+    guide = " ".join((ROOT / "docs" / "cuda.md").read_text(encoding="utf-8").split())
+    assert (
+        f"at most {most['conv_halo']} bytes a thread in `conv_halo` and {most['conv_fma']} in `conv_fma`"
+        in guide
+    )
+    assert f"but for {in_loops} access to one register" in guide
+
+
 def test_the_model_notices_wrong_constants(
     bench_program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
