@@ -446,6 +446,8 @@ def run_command(
     _check_choices(dtype, precision)
     target = None if output is None else _output_path("--output", output)
     trace_file = None if trace is None else _output_path("--trace", trace)
+    if target is not None and target == trace_file:
+        raise InputError(f"--output and --trace are both {output}; give each a file of its own")
     parse_request(device)
     options = _options(algorithm, option)
     arguments = parse_assignments(loaded, settings or [], "--set")
@@ -786,8 +788,12 @@ def tune_command(
 
     Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
     """
+    from dispatcher import machine
     from dispatcher.tuning import TuneResult, tune_problem
 
+    busy = machine.busy_reason(machine.foreign_load())
+    if busy is not None:
+        print(f"note: {busy}; repeat this when it is quiet, since the times may be noise", file=sys.stderr)
     chosen = _load_all(problem, settings, case, dtype, precision, "tune")
     results: list[TuneResult] = []
     with _progress("tuning") as advance:

@@ -67,8 +67,8 @@ class FileCache:
                 if time.time() - partial.stat().st_mtime > _STALE_S:
                     partial.unlink()
 
-    def put(self, key: str, data: bytes) -> None:
-        """Keep ``data`` under ``key``, if the folder allows it."""
+    def put(self, key: str, data: bytes) -> bool:
+        """Keep ``data`` under ``key``; False where the folder does not allow it."""
         path = self._path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,3 +86,5 @@ class FileCache:
                 raise
         except OSError as error:
             logger.info("nothing is cached in %s: %s", self.folder, error)
+            return False
+        return True

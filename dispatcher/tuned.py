@@ -6,12 +6,15 @@ A backend says what its options are filed under: everything that the result of a
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dispatcher.filecache import FileCache
+
+logger = logging.getLogger(__name__)
 
 RESULTS = FileCache("tuning")
 
@@ -49,4 +52,9 @@ def stored(key: Sequence[str]) -> Tuned | None:
 
 def store(key: Sequence[str], options: Mapping[str, Any], gain: float) -> None:
     """Keep ``options``, measured to be ``gain`` times as fast as the default, under ``key``."""
-    RESULTS.put("\0".join(key), json.dumps({"options": dict(options), "gain": round(gain, 4)}).encode())
+    entry = json.dumps({"options": dict(options), "gain": round(gain, 4)})
+    if not RESULTS.put("\0".join(key), entry.encode()):
+        logger.warning(
+            "what was tuned is not kept: %s cannot be written; set XDG_CACHE_HOME to a folder that can",
+            RESULTS.folder,
+        )

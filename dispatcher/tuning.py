@@ -19,9 +19,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from dispatcher.arguments import bind_numbers
 from dispatcher.compiled import ProblemLike
-from dispatcher.errors import DeviceError, DispatcherError
+from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.inputs import random_tensors
 from dispatcher.interface import Backend, Device, Executable, Timings
+from dispatcher.joining import JoinedDevice
 from dispatcher.loader import load_problem
 from dispatcher.operator import Operator
 from dispatcher.registry import backend
@@ -33,7 +34,7 @@ REPEATS = 7
 #: Candidates that reach the final.
 FINALISTS = 4
 #: The winner has to be this much faster than the default to be kept.
-LEAST_GAIN = 1.01
+LEAST_GAIN = 1.03
 
 
 @runtime_checkable
@@ -207,6 +208,11 @@ def tune_problem(
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype, precision=precision)
     chosen, _ = first_usable(parse_request(device))
+    if isinstance(chosen, JoinedDevice):
+        raise InputError(
+            f"device {chosen.id} stands for several devices; tune measures one at a time: name it, such as "
+            f"{chosen.members[0].id}"
+        )
     refusal = backend(chosen.backend).supports(operator, chosen)
     if refusal is not None:
         raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")

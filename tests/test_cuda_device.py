@@ -405,7 +405,19 @@ def reason() -> str:
 
 def test_no_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(driver, "_library", lambda: None)
     assert "PyCUDA is not installed; pip install" in reason()
+
+
+def test_neither_driver_nor_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(driver, "_library", missing)
+    assert reason().startswith(
+        "the NVIDIA driver library is missing (libcuda.so.1: no such file); install the"
+    )
 
 
 def test_no_driver_library() -> None:

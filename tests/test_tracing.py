@@ -74,6 +74,9 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
         dispatcher.run(CONV, device="numpy", trace=tmp_path / "no" / "trace.json", **conv_tensors())
     assert cli.main(["run", CONV, "--device", "numpy", "--trace", str(tmp_path / "no" / "trace.json")]) == 2
     assert "--trace" in capsys.readouterr().err
+    both = str(tmp_path / "both.npy")
+    assert cli.main(["run", CONV, "--device", "numpy", "--output", both, "--trace", both]) == 2
+    assert "give each a file of its own" in capsys.readouterr().err and not list(tmp_path.glob("both*"))
 
 
 def test_nothing_is_recorded_outside(install_backends: Install, tmp_path: Path) -> None:

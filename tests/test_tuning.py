@@ -12,9 +12,10 @@ import pytest
 
 import cli
 import dispatcher
-from dispatcher import registry
+from dispatcher import machine, registry, tuned, tuning
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, Timings
+from dispatcher.joining import join
 from dispatcher.tuning import tune, tune_problem
 
 PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
@@ -179,3 +180,33 @@ def test_what_was_left_out_is_said(
     assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--no-keep"]) == 0
     error = capsys.readouterr().err
     assert error.startswith(f"note: {PROBLEM} with box=round was left out: box is 'round'; expected")
+
+
+def test_several_devices_are_tuned_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", PROBLEM, "--device", "all-of:numpy"]) in (2, 3)
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "unexpected" not in error
+    member = Device("numpy", 0, "NumPy", "cpu", True)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(InputError, match=r"several devices; .* such as numpy:0"),
+    ):
+        patch.setattr(tuning, "first_usable", lambda request: (join("all-of:numpy", [member]), []))
+        tune_problem(PROBLEM, device="all-of:numpy", case="sample")
+
+
+def test_a_winner_that_cannot_be_kept_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    tuned.store(("a",), {"tile": "1x1"}, 1.5)
+    assert "is not kept" in caplog.text and str(in_the_way) in caplog.text
+    assert tuned.stored(("a",)) is None
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(machine, "foreign_load", lambda: 64.0)
+    cli.main(["tune", PROBLEM, "--device", "numpy"])
+    assert capsys.readouterr().err.startswith("note: other programs keep")

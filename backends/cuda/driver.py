@@ -43,6 +43,12 @@ def load() -> Any:
         DeviceError: it cannot be used; the message says why and what to do.
     """
     if importlib.util.find_spec("pycuda") is None:
+        try:
+            _library()
+        except OSError as error:
+            raise DeviceError(
+                f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver, then PyCUDA"
+            ) from error
         raise DeviceError("PyCUDA is not installed; pip install 'kernel-dispatcher[cuda]'")
     try:
         driver = importlib.import_module("pycuda.driver")
