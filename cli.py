@@ -1713,7 +1713,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return TERMINATED
         except MemoryError as error:
             return _report(
-                error, f"the host has not enough memory: {_one_line(error)}", KernelError.exit_code
+                error,
+                f"the host has not enough memory: {_one_line(error)}; take smaller sizes, with --set",
+                KernelError.exit_code,
             )
         except Exception as error:
             format_message = getattr(error, "format_message", None)  # typer's own errors about usage have it

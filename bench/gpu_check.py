@@ -7,7 +7,8 @@ Steps, each in a process of its own with its own limit; the JSON file is written
   device     the GPU, driver, compiler and library versions, and what the backend's probe says
   tests      the CUDA tests on the real device
   PROBLEM    each problem at its `kernelbench` size: checked against PyTorch in float64, then timed in float32
-             accuracy and in TF32 beside PyTorch eager and torch.compile, TF32 on and off, interleaved
+             accuracy and in TF32 beside PyTorch eager and torch.compile, TF32 on and off, interleaved; where steps
+             stand before the convolution, with these in its launch and in launches of their own
   memcheck, racecheck    compute-sanitizer on the `sample` cases
   opencl     the OpenCL backend on the same GPU, where NVIDIA's OpenCL library is there
 
