@@ -91,7 +91,9 @@ def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: py
     assert any(np.any(tile.paired) or np.any(tile.fold_shared) for tile in offered) == other
 
 
-@pytest.mark.parametrize("name", RESIDENT)
+@pytest.mark.parametrize(
+    "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "groups", "sum_unfolded"]
+)
 def test_half_precision_takes_tensor_cores(name: str) -> None:
     """With one product, since TF32 holds float16 exactly."""
     needs_tensor_cores()
