@@ -1,6 +1,6 @@
 # make run     install with an OpenCL runtime for the CPU, run one problem, check it against NumPy
 # make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
-# make check   lint, formatting, types and tests
+# make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
@@ -31,13 +31,13 @@ test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
 	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py -k cuda
-	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_exactness.py tests/test_reported_cases.py -k cuda:0
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_exactness.py tests/test_reported_cases.py -k cuda:0
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python bench/cpu_peers.py $(BENCH)

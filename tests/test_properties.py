@@ -37,7 +37,7 @@ def test_random_convolutions(place: Place) -> None:
     """Bell-shaped numbers within the bound, small integers to the last bit."""
     place.need()
 
-    @thorough(6 if place.slow else 25)
+    @thorough(5 if place.slow else 25)
     @given(convolutions())
     def check(recipe: Recipe) -> None:
         agrees(place, recipe, "signed")
@@ -57,7 +57,7 @@ KINDS = st.sampled_from(("signed", "signed", "signed", "large_mean", "one_nan", 
 def test_random_pipelines(place: Place) -> None:
     place.need()
 
-    @thorough(6 if place.slow else 30)
+    @thorough(5 if place.slow else 30)
     @given(pipelines(), KINDS)
     def check(recipe: Recipe, kind: str) -> None:
         agrees(place, recipe, kind)
