@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda import fusion, tiles
+from backends.cuda import lowering, tiles
 from backends.cuda.fusion import Target
 from backends.cuda.lowering import lower
 from backends.cuda.options import Options
@@ -52,15 +52,20 @@ def chosen(
     name: str, precision: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[HaloTask, HaloTile]:
     """The task and the tile of the convolution's launch."""
-    found: list[tuple[HaloTask, HaloTile | None]] = []
-    choose = fusion.halo_tile
-    monkeypatch.setattr(fusion, "halo_tile", lambda task: found.append((task, choose(task))) or found[-1][1])
+    found: list[tuple[HaloTask, HaloTile]] = []
+
+    def noted(task: HaloTask) -> HaloTile:
+        tile = tiles.halo_tile(task)
+        assert tile is not None
+        found.append((task, tile))
+        return tile
+
+    monkeypatch.setattr(lowering, "halo_tile", noted)
     program = lower(operator(name, "kernelbench", precision), target, Options())
     launch = next(launch for launch in program.launches if launch.name == "conv_halo")
-    for task, tile in reversed(found):
-        if tile is not None and tile.shared_bytes == launch.shared_bytes and tile.threads == launch.threads:
-            return task, tile
-    raise AssertionError("the launch's tile was not asked for")
+    ((task, tile),) = found
+    assert (tile.shared_bytes, tile.threads) == (launch.shared_bytes, launch.threads)
+    return task, tile
 
 
 @pytest.mark.parametrize("target", [H100, CONSUMER], ids=["h100", "consumer"])

@@ -71,9 +71,10 @@ class CudaFusion:
         result = prologues.describe((step, *fused))
         if isinstance(result, str):
             return result
-        tile = self.halo(convolution, Epilogue(), result)
+        task = self.task(convolution, Epilogue(), result)
+        tile = halo_tile(task)
         assert tile is not None
-        reads = self.task(convolution, Epilogue(), result).reads(tile)
+        reads = task.reads(tile)
         if self.options.prologue == "auto" and not prologues.pays(result, reads):
             return f"{step.op} would be repeated, blocks read each input {reads:.1f} times"
         return None
@@ -84,7 +85,7 @@ class CudaFusion:
         result = epilogues.extend(self.describe(convolution, fused), convolution, step, resident)
         if isinstance(result, str):
             return result
-        if resident and self.halo(convolution, result) is None:
+        if resident and halo_tile(self.task(convolution, result)) is None:
             return f"no tile that holds {step.op} too fits this device"
         return None
 
@@ -171,12 +172,6 @@ class CudaFusion:
             wanted=self.wanted(convolution),
             window=prologue.volume,
         )
-
-    def halo(
-        self, convolution: ConvTranspose3d, epilogue: Epilogue, prologue: Prologue = NO_PROLOGUE
-    ) -> HaloTile | None:
-        """The tile for a convolution with what is fused around it."""
-        return halo_tile(self.task(convolution, epilogue, prologue))
 
     def choice(self, task: HaloTask, tile: HaloTile) -> dict[str, str]:
         """For people: the option that names the ``tile`` of ``task``, and why it was taken."""

@@ -22,7 +22,7 @@ from backends.cuda.epilogue import Epilogue
 from backends.cuda.fusion import CudaFusion, Target, positions_of
 from backends.cuda.options import Options
 from backends.cuda.prologue import NO_PROLOGUE, Prologue
-from backends.cuda.tiles import FmaTile, fma_tile
+from backends.cuda.tiles import FmaTile, fma_tile, halo_tile
 from backends.cuda.toolkit import Kernel
 from dispatcher.interface import PlannedLaunch
 from dispatcher.operator import Operator
@@ -338,7 +338,7 @@ class _Lowering:
         geometry, result = convolution.geometry, segment.last + 1
         before = self.operator.steps[segment.first]  # the convolution itself where there is no prologue
         task = self.fusion.task(convolution, epilogue, prologue)
-        tile = self.fusion.halo(convolution, epilogue, prologue)
+        tile = halo_tile(task)
         assert tile is not None
         stored = self.operator.dtype if before.source == 0 else self.program.compute
         tables = halo_tables(geometry, tile)

@@ -418,7 +418,7 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     )
     z, y, x, warp_m = z[box], y[box], x[box], warp_m[box]
     sums = task.sums(warp_m, n, paired, shared)
-    available = registers(2 * -(-z * y * x // (16 * warp_m)) * 16, resident)
+    available = registers(32 * -(-z * y * x // (16 * warp_m)), resident)
     deep = sums + _DEEP_REGISTERS + n <= available
     whole = np.where(deep, block_k(channels, 32), block_k(channels, 16))
     k = np.where(slice_channels > 0, np.where(deep, 32, 16), whole)
