@@ -35,15 +35,15 @@ from dispatcher.errors import DeviceError, DispatcherError, InputError, KernelEr
 if TYPE_CHECKING:
     import numpy as np
 
-    from dispatcher.benchmarking import Race
+    from dispatcher.check.judging import Judgement
     from dispatcher.interface import Device
-    from dispatcher.judging import Judgement
-    from dispatcher.operator import Operator
-    from dispatcher.problem import Problem
+    from dispatcher.problem.model import Problem
+    from dispatcher.problem.operator import Operator
+    from dispatcher.timing.racing import Race
 
 SCHEMA = 1  # of every --json output; raised when a key changes its meaning or goes away
 MAX_SEED = 2**64 - 1
-LOGGERS = ("dispatcher", "backends")
+LOGGERS = ("dispatcher",)
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 TERMINATED = 143
@@ -97,7 +97,7 @@ def _enable_log(value: bool) -> bool:
 
 def _switch_self_tests(value: bool | None) -> bool | None:
     if value is not None:
-        from dispatcher.selftest import VARIABLE
+        from dispatcher.device.selftest import VARIABLE
 
         _Changed.variables[VARIABLE] = os.environ.get(VARIABLE)
         os.environ[VARIABLE] = "on" if value else "off"
@@ -262,9 +262,9 @@ def devices_command(
     debug: DebugOption = False,
 ) -> None:
     """List the devices of this machine, and why some cannot be used."""
-    from dispatcher.explanation import device_dict
-    from dispatcher.selection import ENVIRONMENT, devices, first_usable, parse_request
-    from dispatcher.selftest import failed
+    from dispatcher.call.explanation import device_dict
+    from dispatcher.device.selection import ENVIRONMENT, devices, first_usable, parse_request
+    from dispatcher.device.selftest import failed
 
     found = devices(retest=retest)
     wanted = os.environ.get(ENVIRONMENT)
@@ -306,7 +306,7 @@ def doctor_command(
 
     The exit code is 3 when only NumPy works.
     """
-    from dispatcher.diagnosis import doctor
+    from dispatcher.device.diagnosis import doctor
 
     with _progress("examining"):
         diagnosis = doctor(retest=retest)
@@ -332,7 +332,7 @@ def doctor_command(
 @app.command("problems")
 def problems_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the problems that come with the package."""
-    from dispatcher.loader import load_problem, problem_names
+    from dispatcher.problem.loader import load_problem, problem_names
 
     found = [load_problem(name) for name in problem_names()]
     if as_json:
@@ -352,8 +352,8 @@ def problems_command(as_json: JsonOption = False, debug: DebugOption = False) ->
 @app.command("show")
 def show_command(problem: ProblemArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Show a problem: its parameters, its pipeline and its cases."""
-    from dispatcher.arguments import shorthands
-    from dispatcher.loader import load_problem
+    from dispatcher.problem.arguments import shorthands
+    from dispatcher.problem.loader import load_problem
 
     loaded = load_problem(problem)
     described = _problem_dict(loaded)
@@ -431,14 +431,14 @@ def run_command(
     debug: DebugOption = False,
 ) -> None:
     """Run a problem once and say how it went."""
-    from dispatcher import tracing
-    from dispatcher.arguments import bind_arguments, parse_assignments, sort_arguments
-    from dispatcher.explanation import device_dict, operator_dict, skipped_list
-    from dispatcher.inputs import random_tensors
-    from dispatcher.loader import load_problem
-    from dispatcher.selection import parse_request
-    from dispatcher.verification import Comparison, poisoned
-    from dispatcher.verifying import call_on, checksums, compare_run, comparison_dict
+    from dispatcher.call import tracing
+    from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
+    from dispatcher.check.comparison import Comparison, poisoned
+    from dispatcher.check.inputs import random_tensors
+    from dispatcher.check.verifying import call_on, checksums, compare_run, comparison_dict
+    from dispatcher.device.selection import parse_request
+    from dispatcher.problem.arguments import bind_arguments, parse_assignments, sort_arguments
+    from dispatcher.problem.loader import load_problem
 
     # Everything that can be wrong with the input is found out before a device is opened or data is made.
     loaded = load_problem(problem)
@@ -536,9 +536,9 @@ def explain_command(
     debug: DebugOption = False,
 ) -> None:
     """Show what a call would do, and where, without running it."""
-    from dispatcher.arguments import parse_assignments
-    from dispatcher.explanation import explain
-    from dispatcher.loader import load_problem
+    from dispatcher.call.explanation import explain
+    from dispatcher.problem.arguments import parse_assignments
+    from dispatcher.problem.loader import load_problem
 
     loaded = load_problem(problem)
     _check_choices(dtype, precision)
@@ -646,7 +646,7 @@ def verify_command(
 
     Every element is compared; the worst result comes first.
     """
-    from dispatcher.verifying import (
+    from dispatcher.check.verifying import (
         Verification,
         check_inputs,
         check_seeds,
@@ -741,8 +741,8 @@ def _judge(
     **arguments: Any,
 ) -> None:
     """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
-    from dispatcher.childprocess import LONGEST_S
-    from dispatcher.judging import ENTRY, TIMEOUT_S, verify_kernel
+    from dispatcher.check.judging import ENTRY, TIMEOUT_S, verify_kernel
+    from dispatcher.device.childprocess import LONGEST_S
 
     options = {
         "entry": ENTRY if given["--entry"] is None else given["--entry"],
@@ -788,8 +788,8 @@ def tune_command(
 
     Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
     """
-    from dispatcher import machine
-    from dispatcher.tuning import TuneResult, tune_problem
+    from dispatcher.device import machine
+    from dispatcher.timing.tuning import TuneResult, tune_problem
 
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
@@ -892,11 +892,11 @@ def bench_command(
             *compare, _given(context, beside={"compare", "as_json", "verbose", "debug"}), as_json
         )
         return
-    from dispatcher import benchmarking
-    from dispatcher.charts import draw_races, require_matplotlib
-    from dispatcher.machine import busy_reason
-    from dispatcher.peers import parse_peers
-    from dispatcher.selection import devices, first_usable, parse_request
+    from dispatcher.device.machine import busy_reason
+    from dispatcher.device.selection import devices, first_usable, parse_request
+    from dispatcher.timing import racing
+    from dispatcher.timing.charts import draw_races, require_matplotlib
+    from dispatcher.timing.peers import parse_peers
 
     seed_number = _whole("--seed", seed, 0, MAX_SEED)
     repeats = None if repeat is None else _whole("--repeat", repeat, 1)
@@ -915,11 +915,11 @@ def bench_command(
         first_usable(parse_request(device))
         places = [device]
     if not force:
-        benchmarking.refuse_when_busy()
-    races: list[tuple[Problem, str | None, benchmarking.Race]] = []
+        racing.refuse_when_busy()
+    races: list[tuple[Problem, str | None, racing.Race]] = []
     with _progress("timing") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
-            outcome = benchmarking.race(
+            outcome = racing.race(
                 loaded,
                 places,
                 case=its_case,
@@ -966,7 +966,7 @@ def bench_command(
 
 def _bench_report(races: Sequence[tuple[Problem, str | None, Race]]) -> dict[str, Any]:
     """What `bench --json` prints."""
-    from dispatcher.benchmarking import environment, protocol
+    from dispatcher.timing.racing import environment, protocol
 
     return {
         **environment(),
@@ -997,7 +997,7 @@ def _compare_benchmarks(old: str, new: str, others: Sequence[str], as_json: bool
     Raises:
         InputError: another option makes no sense beside that, a file is wrong, or nothing can be compared.
     """
-    from dispatcher.comparing import TEST, compare_results
+    from dispatcher.timing.differences import TEST, compare_results
 
     if others:
         raise InputError(f"--compare measures nothing, so {others[0]} says nothing; give one of them")
@@ -1166,7 +1166,7 @@ def _check_choices(dtype: str | None, precision: str) -> None:
     Raises:
         InputError: one has not.
     """
-    from dispatcher.operator import DTYPES, PRECISIONS
+    from dispatcher.problem.operator import DTYPES, PRECISIONS
 
     for option, value, allowed in (("--dtype", dtype, DTYPES), ("--precision", precision, PRECISIONS)):
         if value is not None and value not in allowed:
@@ -1208,8 +1208,8 @@ def _load_all(
     Raises:
         InputError: something is wrong, there is nothing to do for ``task``, or two problems have the same name.
     """
-    from dispatcher.arguments import bind_numbers, parse_assignments
-    from dispatcher.loader import load_problem, problem_names
+    from dispatcher.problem.arguments import bind_numbers, parse_assignments
+    from dispatcher.problem.loader import load_problem, problem_names
 
     _check_choices(dtype, precision)
     result: dict[str, tuple[Problem, str | None, dict[str, Any]]] = {}
@@ -1454,7 +1454,7 @@ def _print_judgement(judgement: Judgement, apart: bool) -> None:
 
 def _print_verification(results: Sequence[Any]) -> None:
     """The figures of each worst check, then the largest error over its bound for every set of inputs."""
-    from dispatcher.inputs import INPUT_SETS
+    from dispatcher.check.inputs import INPUT_SETS
 
     rows = []
     for result in results:
@@ -1537,7 +1537,7 @@ def _extent(value: Any) -> int | str:
 
 def _field(name: str, value: Any) -> Any:
     """A step's field for people and JSON: expressions as texts, axes by name."""
-    from dispatcher.steps import AXES
+    from dispatcher.ops.steps import AXES
 
     if name == "axis" and isinstance(value, tuple):
         whole = next((axis for axis, numbers in AXES.items() if numbers == value), None)

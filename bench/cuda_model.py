@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from backends.cuda import tiles  # noqa: E402
-from backends.cuda.fusion import CudaFusion, Target  # noqa: E402
-from backends.cuda.options import Options  # noqa: E402
-from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
-from dispatcher.loader import load_problem  # noqa: E402
-from dispatcher.operator import Operator  # noqa: E402
+from dispatcher.backends.cuda import tiles  # noqa: E402
+from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
+from dispatcher.backends.cuda.options import Options  # noqa: E402
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
+from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.problem.loader import load_problem  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
 
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.

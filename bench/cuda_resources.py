@@ -28,12 +28,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from backends.cuda import toolkit  # noqa: E402
-from backends.cuda.fusion import Target  # noqa: E402
-from backends.cuda.lowering import Launch, lower  # noqa: E402
-from backends.cuda.options import Options  # noqa: E402
 from dispatcher import load_problem, problems  # noqa: E402
-from dispatcher.operator import Operator, bind  # noqa: E402
+from dispatcher.backends.cuda import toolkit  # noqa: E402
+from dispatcher.backends.cuda.fusion import Target  # noqa: E402
+from dispatcher.backends.cuda.lowering import Launch, lower  # noqa: E402
+from dispatcher.backends.cuda.options import Options  # noqa: E402
+from dispatcher.problem.operator import Operator, bind  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from backends.cuda import BACKEND, driver  # noqa: E402
-from backends.cuda.fusion import CudaFusion, Target  # noqa: E402
-from backends.cuda.options import Options  # noqa: E402
-from backends.cuda.tuning import one_of_each_kind  # noqa: E402
 from dispatcher import problems  # noqa: E402
-from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.backends.cuda import BACKEND, driver  # noqa: E402
+from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
+from dispatcher.backends.cuda.options import Options  # noqa: E402
+from dispatcher.backends.cuda.tuning import one_of_each_kind  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.errors import DeviceError  # noqa: E402
-from dispatcher.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.loader import load_problem  # noqa: E402
-from dispatcher.operator import Operator  # noqa: E402
+from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.problem.loader import load_problem  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
 
 WARM_UP, REPEATS = 1, 5
 SCHEMA = 1

@@ -60,8 +60,8 @@ def use_simulator() -> None:
 def step_device(case: str) -> Result:
     """What the machine is."""
     use_simulator()
-    from backends.cuda import BACKEND, toolkit
-    from dispatcher.explanation import device_dict
+    from dispatcher.backends.cuda import BACKEND, toolkit
+    from dispatcher.call.explanation import device_dict
 
     found = toolkit.find()
     result: Result = {
@@ -121,10 +121,10 @@ def step_tests(case: str) -> Result:
 def step_sample(case: str) -> Result:
     """Every problem's `sample` case, both precisions and algorithms, against the reference."""
     use_simulator()
-    from backends.cuda import BACKEND
     from dispatcher import problems
-    from dispatcher.inputs import random_tensors
-    from dispatcher.verification import verify_result
+    from dispatcher.backends.cuda import BACKEND
+    from dispatcher.check.comparison import verify_result
+    from dispatcher.check.inputs import random_tensors
 
     device = BACKEND.probe()[0]
     result: Result = {}
@@ -141,8 +141,8 @@ def step_sample(case: str) -> Result:
 
 def operator(name: str, case: str, precision: str) -> Any:
     """A problem bound to a case."""
-    from dispatcher.arguments import bind_arguments, sort_arguments
-    from dispatcher.loader import load_problem
+    from dispatcher.problem.arguments import bind_arguments, sort_arguments
+    from dispatcher.problem.loader import load_problem
 
     problem = load_problem(name)
     arguments = sort_arguments(problem, {})
@@ -151,7 +151,7 @@ def operator(name: str, case: str, precision: str) -> Any:
 
 def torch_module(op: Any) -> Callable[..., Any]:
     """The same pipeline in PyTorch, from the bound steps; takes the tensors by name."""
-    from dispatcher.peers import chain, torch_stage
+    from dispatcher.timing.peers import chain, torch_stage
 
     steps = chain(op)
 
@@ -167,8 +167,8 @@ def torch_module(op: Any) -> Callable[..., Any]:
 def step_problem(case: str, name: str) -> Result:
     """Check and time one problem."""
     use_simulator()
-    from backends.cuda import BACKEND
-    from dispatcher.inputs import random_tensors
+    from dispatcher.backends.cuda import BACKEND
+    from dispatcher.check.inputs import random_tensors
     from dispatcher.interface import Timings
 
     device = BACKEND.probe()[0]
@@ -233,7 +233,7 @@ def step_problem(case: str, name: str) -> Result:
 
 def _agrees(operators: dict[str, Any], label: str, executable: Any, tensors: dict[str, Any]) -> bool:
     """Is a result within the reference's error bound?"""
-    from dispatcher.verification import verify_result
+    from dispatcher.check.comparison import verify_result
 
     return verify_result(operators[label.split(maxsplit=1)[0]], tensors, executable(tensors)).passed
 
@@ -333,10 +333,10 @@ def step_sanitizer(case: str, tool: str) -> Result:
 def step_opencl(case: str) -> Result:
     """The OpenCL backend on GPUs."""
     from dispatcher import problems
-    from dispatcher.inputs import random_tensors
+    from dispatcher.check.comparison import verify_result
+    from dispatcher.check.inputs import random_tensors
     from dispatcher.interface import Timings
     from dispatcher.registry import backend
-    from dispatcher.verification import verify_result
 
     opencl = backend("opencl")
     gpus = [device for device in opencl.probe() if device.available and device.kind == "gpu"]

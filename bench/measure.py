@@ -26,7 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dispatcher.machine import busy_reason, cores, foreign_load, machine_facts, versions  # noqa: E402
+from dispatcher.device.machine import busy_reason, cores, foreign_load, machine_facts, versions  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -168,8 +168,8 @@ class FmaProbe:
             index: position in the list of OpenCL devices.
             copy_mebibytes: size of the array that is copied to measure the memory; well above the caches.
         """
-        from backends.opencl.roofline import probe
-        from backends.opencl.runtime import OpenClRuntime, find_devices
+        from dispatcher.backends.opencl.roofline import probe
+        from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
         found = find_devices()[index]
         run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_mebibytes * MEBIBYTE)

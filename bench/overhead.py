@@ -25,7 +25,7 @@ import dispatcher  # noqa: E402
 from bench import measure  # noqa: E402
 from bench.cpu_peers import bind_case  # noqa: E402
 from bench.measure import say  # noqa: E402
-from dispatcher.inputs import random_tensors  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
 
 PROGRAM, SCHEMA = "overhead", 1

@@ -29,8 +29,8 @@ from bench.cpu_peers import Contender, conclude, race  # noqa: E402
 from bench.measure import say  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
-from dispatcher.operator import bind  # noqa: E402
-from dispatcher.peers import PEERS  # noqa: E402
+from dispatcher.problem.operator import bind  # noqa: E402
+from dispatcher.timing.peers import PEERS  # noqa: E402
 
 PROGRAM, SCHEMA = "sweep", 1
 DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt", "torch")

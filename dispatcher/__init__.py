@@ -14,9 +14,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dispatcher.benchmarking import Benchmark, benchmark
-    from dispatcher.compiled import CompiledOperator, compile, run
-    from dispatcher.diagnosis import Diagnosis, doctor
+    from dispatcher.call.compiled import CompiledOperator, compile, run
+    from dispatcher.call.explanation import Explanation, explain
+    from dispatcher.check.judging import Judgement, verify_kernel
+    from dispatcher.check.verifying import Verification, verify
+    from dispatcher.device.diagnosis import Diagnosis, doctor
+    from dispatcher.device.selection import FallbackWarning, devices
     from dispatcher.errors import (
         BuildError,
         DeviceError,
@@ -29,16 +32,13 @@ if TYPE_CHECKING:
         ProblemFileError,
         VerificationError,
     )
-    from dispatcher.explanation import Explanation, explain
     from dispatcher.interface import Device
-    from dispatcher.judging import Judgement, verify_kernel
-    from dispatcher.loader import load_problem
-    from dispatcher.loader import problem_names as problems
-    from dispatcher.operator import Operator
-    from dispatcher.problem import Problem
-    from dispatcher.selection import FallbackWarning, devices
-    from dispatcher.tuning import TuneResult, tune_problem
-    from dispatcher.verifying import Verification, verify
+    from dispatcher.problem.loader import load_problem
+    from dispatcher.problem.loader import problem_names as problems
+    from dispatcher.problem.model import Problem
+    from dispatcher.problem.operator import Operator
+    from dispatcher.timing.racing import Benchmark, benchmark
+    from dispatcher.timing.tuning import TuneResult, tune_problem
 
 __version__ = "0.1.0"
 
@@ -80,9 +80,9 @@ __all__ = [
 
 #: Public name to the module that holds it; ``problems`` has another name there.
 _HOMES = {
-    "benchmarking": ("Benchmark", "benchmark"),
-    "compiled": ("CompiledOperator", "compile", "run"),
-    "diagnosis": ("Diagnosis", "doctor"),
+    "timing.racing": ("Benchmark", "benchmark"),
+    "call.compiled": ("CompiledOperator", "compile", "run"),
+    "device.diagnosis": ("Diagnosis", "doctor"),
     "errors": (
         "BuildError",
         "DeviceError",
@@ -95,15 +95,15 @@ _HOMES = {
         "ProblemFileError",
         "VerificationError",
     ),
-    "explanation": ("Explanation", "explain"),
+    "call.explanation": ("Explanation", "explain"),
     "interface": ("Device",),
-    "judging": ("Judgement", "verify_kernel"),
-    "loader": ("load_problem", "problems"),
-    "operator": ("Operator",),
-    "problem": ("Problem",),
-    "selection": ("FallbackWarning", "devices"),
-    "tuning": ("TuneResult", "tune_problem"),
-    "verifying": ("Verification", "verify"),
+    "check.judging": ("Judgement", "verify_kernel"),
+    "problem.loader": ("load_problem", "problems"),
+    "problem.operator": ("Operator",),
+    "problem.model": ("Problem",),
+    "device.selection": ("FallbackWarning", "devices"),
+    "timing.tuning": ("TuneResult", "tune_problem"),
+    "check.verifying": ("Verification", "verify"),
 }
 _LAZY = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 
 Tensors = Mapping[str, Any]
 

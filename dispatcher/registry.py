@@ -9,9 +9,9 @@ from dispatcher.interface import Backend
 
 #: Backend name to the module that holds it as ``BACKEND``.
 BACKENDS: dict[str, str] = {
-    "cuda": "backends.cuda",
-    "opencl": "backends.opencl",
-    "numpy": "backends.numpy_ref",
+    "cuda": "dispatcher.backends.cuda",
+    "opencl": "dispatcher.backends.opencl",
+    "numpy": "dispatcher.backends.numpy_ref",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dispatcher.childprocess import Ended
+from dispatcher.device.childprocess import Ended
 
 
 def run_here(
@@ -21,7 +21,7 @@ def run_here(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Ended:
-    """What :func:`dispatcher.childprocess.run_child` does, here: for functions that neither end nor crash."""
+    """What :func:`dispatcher.device.childprocess.run_child` does, here: for functions that neither end nor crash."""
     reports: list[Any] = []
     module, name = function.split(":")
     here = os.getcwd()

@@ -19,9 +19,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dispatcher import machine, registry
+from dispatcher import registry
+from dispatcher.device import machine
+from dispatcher.device.selection import ENVIRONMENT, backend_devices
 from dispatcher.interface import Backend, Device
-from dispatcher.selection import ENVIRONMENT, backend_devices
 from tests import cudasim
 
 if cudasim.requested():  # before anything imports PyCUDA

@@ -24,14 +24,14 @@ if SIMULATED:
     except cudasim.RealDriverError:
         SIMULATED = False
 
-from backends.cuda import BACKEND, driver, tiles, toolkit  # noqa: E402
-from backends.cuda.executable import CudaExecutable  # noqa: E402
-from backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.backends.cuda import BACKEND, driver, tiles, toolkit  # noqa: E402
+from dispatcher.backends.cuda.executable import CudaExecutable  # noqa: E402
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
+from dispatcher.check.comparison import verify_result  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
-from dispatcher.loader import load_problem  # noqa: E402
-from dispatcher.operator import Operator  # noqa: E402
-from dispatcher.verification import verify_result  # noqa: E402
+from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.problem.loader import load_problem  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
 from tests.strategies import REQUIRED  # noqa: E402
 
 simulator_only = pytest.mark.skipif(not SIMULATED, reason="needs the CUDA simulator (DISPATCHER_CUDA_SIM=1)")

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.numpy_ref import reference
+from dispatcher.backends.numpy_ref import reference
 from dispatcher.interface import Device, PlannedLaunch, Tensors, Timings
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 
 CONV = "conv-transpose-3d-asym-input-sq-kernel"
 LAYERNORM = "conv-transpose3d-layernorm-gelu-scaling"

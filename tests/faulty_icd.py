@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from backends.opencl.icd import load_error, prepare_icd_vendors
+from dispatcher.backends.opencl.icd import load_error, prepare_icd_vendors
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = Path(__file__).with_suffix(".c")
@@ -51,7 +51,7 @@ class FaultyRuntime:
 
     def dispatcher(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run the command line on a machine whose only OpenCL runtime is this one."""
-        command = [sys.executable, "-m", "cli", *arguments]
+        command = [sys.executable, "-m", "dispatcher.cli", *arguments]
         return subprocess.run(
             command, capture_output=True, text=True, cwd=ROOT, env=self.environment(**more), check=False
         )

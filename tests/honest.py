@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.numpy_ref import steps as reference_steps
-from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, Pointwise, Step
+from dispatcher.backends.numpy_ref import steps as reference_steps
+from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Step
+from dispatcher.problem.operator import Operator
 
 Tensors = Mapping[str, np.ndarray]
 StepFunction = Callable[..., np.ndarray]

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.numpy_ref import steps as reference_steps
+from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.interface import Device, Tensors, Timings
-from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax
+from dispatcher.problem.operator import Operator
 from tests.fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, Behaviour, FakeBackend, FakeExecutable
 from tests.honest import StepFunction, compute, conv_transpose3d, pointwise, replaced
 

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import dispatcher
-from dispatcher.inputs import random_tensors
-from dispatcher.loader import problem_from_mapping
-from dispatcher.operator import Operator, bind
-from dispatcher.problem import Problem
+from dispatcher.check.comparison import Comparison
+from dispatcher.check.inputs import random_tensors
+from dispatcher.check.verifying import call_on, checked_run
+from dispatcher.ops.steps import VOCABULARY
+from dispatcher.problem.loader import problem_from_mapping
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import Operator, bind
 from dispatcher.registry import BACKENDS
-from dispatcher.steps import VOCABULARY
-from dispatcher.verification import Comparison
-from dispatcher.verifying import call_on, checked_run
 
 MOST_PRODUCTS = 400_000
 MOST_ELEMENTS = 60_000

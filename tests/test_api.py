@@ -15,7 +15,10 @@ from conftest import Install
 from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, FakeBackend, conv_tensors, correct
 
 import dispatcher
-from dispatcher import compiled as compiled_module
+from dispatcher.call import compiled as compiled_module
+from dispatcher.check.comparison import verify_result
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.selection import FallbackWarning
 from dispatcher.errors import (
     DeviceError,
     DeviceMemoryError,
@@ -24,10 +27,7 @@ from dispatcher.errors import (
     KernelError,
     VerificationError,
 )
-from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device
-from dispatcher.selection import FallbackWarning
-from dispatcher.verification import verify_result
 
 
 @pytest.fixture

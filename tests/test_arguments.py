@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dispatcher
-from dispatcher.arguments import (
+from dispatcher.errors import DtypeError, GeometryError, InputError
+from dispatcher.problem.arguments import (
     IncompleteError,
     bind_arguments,
     check_output,
@@ -21,9 +22,8 @@ from dispatcher.arguments import (
     shorthands,
     sort_arguments,
 )
-from dispatcher.errors import DtypeError, GeometryError, InputError
-from dispatcher.loader import load_problem
-from dispatcher.operator import Operator
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator
 
 
 def bind(problem: Any, *, case: str | None = None, dtype: str | None = None, **arguments: Any) -> Operator:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from conftest import REQUIRED
 
-from dispatcher.geometry import GeometryError
+from dispatcher.device.selection import backend_devices
 from dispatcher.interface import Timings
-from dispatcher.operator import bind
-from dispatcher.peers import Peer, PeerCall
-from dispatcher.selection import backend_devices
+from dispatcher.ops.geometry import GeometryError
+from dispatcher.problem.operator import bind
+from dispatcher.timing.peers import Peer, PeerCall
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:

@@ -21,17 +21,18 @@ import pytest
 from conftest import Install
 from fakes import CONV, LAYERNORM, MAXMAX, FakeBackend, FakeExecutable, correct
 
-import cli
 import dispatcher
-from dispatcher import benchmarking, comparing, machine, peers, sampling
-from dispatcher.benchmarking import Race, race
+from dispatcher import cli
+from dispatcher.check.inputs import random_tensors
+from dispatcher.check.verifying import call_on
+from dispatcher.device import machine
 from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
-from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device, Measurable, Roofline, Timings
-from dispatcher.peers import Peer, PeerCall
 from dispatcher.registry import backend
-from dispatcher.sampling import Times, bootstrap_ratio, resampled_medians
-from dispatcher.verifying import call_on
+from dispatcher.timing import differences, peers, racing, sampling
+from dispatcher.timing.peers import Peer, PeerCall
+from dispatcher.timing.racing import Race, race
+from dispatcher.timing.sampling import Times, bootstrap_ratio, resampled_medians
 
 foreign_cores = machine.LoadMeter.foreign_cores  # before the fixture of conftest.py replaces it
 
@@ -85,9 +86,9 @@ def fake(install_backends: Install) -> FakeBackend:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between contenders, and a small buffer to empty the caches with."""
-    monkeypatch.setattr(benchmarking, "SETTLE_S", 0.0)
+    monkeypatch.setattr(racing, "SETTLE_S", 0.0)
     monkeypatch.setattr(sampling, "last_level_cache_bytes", lambda: 1 << 16)
-    monkeypatch.setattr(benchmarking, "host_caches", cache(sampling.HostCaches))
+    monkeypatch.setattr(racing, "host_caches", cache(sampling.HostCaches))
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -293,17 +294,17 @@ def test_contenders_take_turns(install_backends: Install) -> None:
 def test_sampling_ends_when_the_medians_are_known(
     install_backends: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmarking, "SETTLED", math.inf)
+    monkeypatch.setattr(racing, "SETTLED", math.inf)
     install_backends(FakeBackend(kind="cpu"))
     outcome = race(CONV, [None])
-    assert (outcome.rounds, outcome.settled) == (benchmarking.LEAST_ROUNDS, True)
-    monkeypatch.setattr(benchmarking, "SETTLED", -1.0)
+    assert (outcome.rounds, outcome.settled) == (racing.LEAST_ROUNDS, True)
+    monkeypatch.setattr(racing, "SETTLED", -1.0)
     outcome = race(CONV, [None])
-    assert (outcome.rounds, outcome.settled) == (benchmarking.MOST_ROUNDS, False)
+    assert (outcome.rounds, outcome.settled) == (racing.MOST_ROUNDS, False)
 
 
 def test_sampling_ends_with_the_time(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "SETTLED", -1.0)
+    monkeypatch.setattr(racing, "SETTLED", -1.0)
     fake.behaviour = lambda operator, tensors: (time.sleep(0.02), correct(operator, tensors))[1]
     outcome = race(CONV, [None], time_limit_s=0.2)
     assert 1 <= outcome.rounds < 10 and not outcome.settled
@@ -364,7 +365,7 @@ def test_no_clock_makes_an_impossible_rate(
     install_backends(Clocked())
     clock = types.SimpleNamespace(perf_counter=broken_clock(kind), sleep=time.sleep,
                                   get_clock_info=time.get_clock_info)  # fmt: skip
-    monkeypatch.setattr(benchmarking, "time", clock)
+    monkeypatch.setattr(racing, "time", clock)
     monkeypatch.setattr(sampling, "time", clock)
     code, out, _ = bench(capsys, CONV, MAXMAX, "--repeat", "2", "--json")
     assert code == 0
@@ -505,7 +506,7 @@ def some_peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "missing": Peer("Missing", ("json", "no_such_module"), unsupported),
     }
     monkeypatch.setattr(peers, "PEERS", table)
-    monkeypatch.setattr(benchmarking, "PEERS", table)
+    monkeypatch.setattr(racing, "PEERS", table)
     return seen
 
 
@@ -669,7 +670,8 @@ def test_torch_on_a_gpu_sets_tf32_and_takes_the_device_s_times(tf32: bool) -> No
 
 def test_importing_the_peers_loads_no_library() -> None:
     code = (
-        "import sys, dispatcher.peers, dispatcher.benchmarking, dispatcher.charts, dispatcher.comparing\n"
+        "import sys\n"
+        "from dispatcher.timing import charts, differences, peers, racing\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -982,8 +984,8 @@ def test_files_that_cannot_be_read(
     (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{")
     os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setattr(comparing, "MAX_FILE_BYTES", 1 << 20)
-    (tmp_path / "large").write_text(" " * (comparing.MAX_FILE_BYTES + 1))
+    monkeypatch.setattr(differences, "MAX_FILE_BYTES", 1 << 20)
+    (tmp_path / "large").write_text(" " * (differences.MAX_FILE_BYTES + 1))
     for path, reason in (
         (tmp_path / "fifo", "is not a regular file"),
         ("/dev/zero", "is not a regular file"),
@@ -1021,7 +1023,7 @@ def test_what_bench_writes_can_be_compared_though_a_problem_was_named_twice(
 
 
 def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
-    from dispatcher.comparing import _judge
+    from dispatcher.timing.differences import _judge
 
     generator = np.random.default_rng(1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
+from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
 from tests.children import heeding, soon
 
 
@@ -138,7 +138,7 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
 PARENT = """
 import sys, tempfile
 from pathlib import Path
-from dispatcher.childprocess import run_child, unwound_by_signals
+from dispatcher.device.childprocess import run_child, unwound_by_signals
 with unwound_by_signals(), tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
     run_child("tests.test_childprocess:hang", [sys.argv[2]], 60.0, None, Path(folder))
 """
@@ -184,7 +184,7 @@ def test_any_limit_will_do() -> None:
 
 def test_a_child_that_cannot_see_its_parent_go_ends_itself() -> None:
     code = (
-        "from dispatcher import childprocess; childprocess._GRACE_S = 0; "
+        "from dispatcher.device import childprocess; childprocess._GRACE_S = 0; "
         "childprocess._child(0.5, 'tests.test_childprocess:wait', [], None)"
     )
     start = time.monotonic()

@@ -17,9 +17,9 @@ import pytest
 from conftest import Install
 from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 
-import cli
 import dispatcher
-from dispatcher import diagnosis
+from dispatcher import cli
+from dispatcher.device import diagnosis
 from dispatcher.errors import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def spawn(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own."""
-    command = [sys.executable, "-m", "cli", *arguments]
+    command = [sys.executable, "-m", "dispatcher.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, **options)
 
 
@@ -390,7 +390,7 @@ def test_build_errors_exit_4_and_show_their_log_when_asked(run: Any, install_bac
 
 
 def test_an_unexpected_error_is_one_line_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dispatcher import loader
+    from dispatcher.problem.model import loader
 
     def broken() -> Any:
         raise ZeroDivisionError("a bug\nof two lines")
@@ -404,7 +404,7 @@ def test_an_unexpected_error_is_one_line_too(run: Any, monkeypatch: pytest.Monke
 
 
 def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dispatcher import loader
+    from dispatcher.problem.model import loader
 
     def interrupted() -> Any:
         raise KeyboardInterrupt
@@ -417,7 +417,7 @@ def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_termination_exits_143_and_leaves_no_files(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from dispatcher import loader
+    from dispatcher.problem.model import loader
 
     def terminated() -> Any:
         with tempfile.TemporaryDirectory(dir=tmp_path):
@@ -454,7 +454,7 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(
-        [sys.executable, "-m", "cli", *arguments],
+        [sys.executable, "-m", "dispatcher.cli", *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
         cwd=ROOT,
@@ -468,7 +468,7 @@ def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "cli", "problems"],
+            [sys.executable, "-m", "dispatcher.cli", "problems"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -491,7 +491,7 @@ def test_a_progress_bar_is_for_terminals_and_does_not_reach_stdout() -> None:
     leader, follower = os.openpty()
     environment = {**os.environ, "TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "verify", "--device", "numpy", "--json"],
+        [sys.executable, "-m", "dispatcher.cli", "verify", "--device", "numpy", "--json"],
         stdout=subprocess.PIPE,
         stderr=follower,
         cwd=ROOT,
@@ -537,7 +537,7 @@ def test_a_machine_without_opencl_still_works() -> None:
 )
 def test_a_signal_ends_a_run_without_a_traceback(sent: signal.Signals, code: int, word: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cli", "run", MAXMAX, "--device", "numpy", "--repeat", "1000000", "-v"],
+        [sys.executable, "-m", "dispatcher.cli", "run", MAXMAX, "--device", "numpy", "--repeat", "1000000", "-v"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     assert process.stderr is not None
@@ -559,7 +559,7 @@ def test_a_signal_ends_a_run_without_a_traceback(sent: signal.Signals, code: int
 )
 def test_a_closed_stdout_is_one_line_at_once(arguments: list[str]) -> None:
     ended = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "cli", *arguments],
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "dispatcher.cli", *arguments],
         stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
@@ -567,7 +567,7 @@ def test_a_closed_stdout_is_one_line_at_once(arguments: list[str]) -> None:
 
 
 def test_with_a_closed_stderr_nothing_else_reaches_stdout() -> None:
-    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "cli"]
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "dispatcher.cli"]
     ended = subprocess.run([*command, "show", "nope"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"")
     ended = subprocess.run([*command, "problems"], stdout=subprocess.PIPE, cwd=ROOT, check=False)

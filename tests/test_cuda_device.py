@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.cuda import BACKEND, driver, toolkit
-from backends.cuda.driver import DeviceArray
-from backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher import dlpack, run
+from dispatcher import run
+from dispatcher.backends.cuda import BACKEND, driver, toolkit
+from dispatcher.backends.cuda.driver import DeviceArray
+from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher.call import dlpack
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import Timings
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import OnDevice, check, compiled, device, machine, poisoned, simulator_only
 from tests.cudasim.cache import cache_folder as simulator_cache
 from tests.strategies import conv_operator, tensors_of
@@ -424,7 +425,7 @@ def test_no_driver_library() -> None:
     if importlib.util.find_spec("pycuda") is None:
         pytest.skip("needs PyCUDA")
     program = (
-        "import sys; from backends.cuda import BACKEND;"
+        "import sys; from dispatcher.backends.cuda import BACKEND;"
         "assert not any('pycuda' in name for name in sys.modules);"
         "d = BACKEND.probe()[0]; print(d.available, d.reason)"
     )
@@ -483,7 +484,7 @@ def test_a_device_that_does_not_exist() -> None:
 
 def test_importing_loads_nothing() -> None:
     program = (
-        "import sys, dispatcher, backends.cuda;"
+        "import sys, dispatcher, dispatcher.backends.cuda;"
         "print([m for m in sys.modules if m.startswith(('pycuda', 'tests'))])"
     )
     done = subprocess.run(

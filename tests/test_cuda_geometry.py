@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from backends.cuda.tiles import HaloTask, HaloTile
-from backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher.operator import Operator
-from dispatcher.verification import verify_result
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile
+from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher.check.comparison import verify_result
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import check, compiled, device, only_tiles, poisoned
 from tests.strategies import Recipe, conv_operator, convolutions, in_dtype, pipelines, tensors_of, thorough
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import dispatcher
-from backends.cuda import BACKEND, driver
-from backends.cuda.driver import DeviceArray
-from backends.cuda.fusion import _MAX_HALO_EXTENT
-from backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher import memory
+from dispatcher.backends.cuda import BACKEND, driver
+from dispatcher.backends.cuda.driver import DeviceArray
+from dispatcher.backends.cuda.fusion import _MAX_HALO_EXTENT
+from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher.device import memory
 from dispatcher.errors import KernelError
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import Foreign, compiled, device, machine, plant, simulator_only
 from tests.strategies import conv_operator, operator_of, tensors_of
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda.tiles import HaloTask, HaloTile
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile
 from dispatcher.errors import KernelError
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import check, compiled, machine, only_tiles, plant, poisoned, simulator_only
 from tests.strategies import conv_operator, tensors_of
 

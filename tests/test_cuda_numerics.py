@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda.epilogue import MAX_CLAMP_RANGE
-from dispatcher.operator import Operator, bind
+from dispatcher.backends.cuda.epilogue import MAX_CLAMP_RANGE
+from dispatcher.problem.operator import Operator, bind
 from tests.cuda_support import check, compiled, device, machine, poisoned, simulator_only
 from tests.strategies import conv_operator, operator_of, problem_of, tensors_of
 

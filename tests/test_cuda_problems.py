@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dispatcher.loader import problem_names
-from dispatcher.operator import Operator
+from dispatcher.problem.loader import problem_names
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import check, compiled, device, machine, operator, simulator_only
 from tests.strategies import tensors_of
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda import prologue, tiles
-from backends.cuda.fusion import Target
-from backends.cuda.lowering import lower
-from backends.cuda.options import Options
-from backends.cuda.prologue import Prologue
-from backends.cuda.tiles import HaloTask
-from backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher.operator import Operator
+from dispatcher.backends.cuda import prologue, tiles
+from dispatcher.backends.cuda.fusion import Target
+from dispatcher.backends.cuda.lowering import lower
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.prologue import Prologue
+from dispatcher.backends.cuda.tiles import HaloTask
+from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
+from dispatcher.problem.operator import Operator
 from tests.cuda_support import (
     check,
     compiled,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.cuda import BACKEND, roofline
-from backends.cuda.backend import _opened
+from dispatcher.backends.cuda import BACKEND, roofline
+from dispatcher.backends.cuda.backend import _opened
 from dispatcher.interface import Measurable, Timings
 from tests.cuda_support import SIMULATED, compiled, device, operator
 from tests.strategies import tensors_of

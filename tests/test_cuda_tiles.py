@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.cuda import lowering, tiles
-from backends.cuda.fusion import Target
-from backends.cuda.lowering import lower
-from backends.cuda.options import Options
-from backends.cuda.tiles import HaloTask, HaloTile, block_k, block_n, registers
+from dispatcher.backends.cuda import lowering, tiles
+from dispatcher.backends.cuda.fusion import Target
+from dispatcher.backends.cuda.lowering import lower
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, block_k, block_n, registers
 from tests.cuda_support import device, operator
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cli
 import dispatcher
-from backends.cuda import BACKEND, tuning
-from backends.cuda.fusion import CudaFusion, Target
-from backends.cuda.lowering import lower
-from backends.cuda.options import Options, TileChoice, parse, tile_text
-from backends.cuda.tiles import halo_tiles
-from dispatcher import tuned
+from dispatcher import cli
+from dispatcher.backends.cuda import BACKEND, tuning
+from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.lowering import lower
+from dispatcher.backends.cuda.options import Options, TileChoice, parse, tile_text
+from dispatcher.backends.cuda.tiles import halo_tiles
+from dispatcher.check.comparison import bounded_reference, compare
+from dispatcher.device.filecache import cache_root
 from dispatcher.errors import InputError
-from dispatcher.filecache import cache_root
-from dispatcher.operator import Operator, bind
-from dispatcher.tuning import TuneResult, tune
-from dispatcher.verification import bounded_reference, compare
+from dispatcher.problem.operator import Operator, bind
+from dispatcher.timing import winners
+from dispatcher.timing.tuning import TuneResult, tune
 from tests import cudasim
 from tests.cuda_support import SIMULATED, compiled, device, machine, operator, plant, simulator_only
 from tests.strategies import conv_operator, operator_of, tensors_of
@@ -202,7 +202,7 @@ def test_every_candidate_is_right(op: Operator, monkeypatch: pytest.MonkeyPatch)
     assert result.clock == "device" and result.candidates[0].options == {"tuned": "ignore"}
     assert json.loads(json.dumps(result.as_dict()))["clock"] == "device"
     why(op)
-    assert tuned.RESULTS.folder.exists() is False
+    assert winners.RESULTS.folder.exists() is False
 
 
 @simulator_only
@@ -348,14 +348,14 @@ def test_changed_kernels_make_results_old(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )  # fmt: skip
 def test_entries_that_make_no_sense_do_no_harm(entry: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.RESULTS, "get", lambda key: entry)
+    monkeypatch.setattr(winners.RESULTS, "get", lambda key: entry)
     assert why(SMALL) == "lowest estimate"
 
 
 @pytest.mark.usefixtures("tensor_cores")
 def test_damaged_files_do_no_harm() -> None:
     remember(SMALL)
-    (path,) = tuned.RESULTS.folder.iterdir()
+    (path,) = winners.RESULTS.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-3])
     assert why(SMALL) == "lowest estimate"
     remember(SMALL)

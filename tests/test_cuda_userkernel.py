@@ -14,13 +14,14 @@ import pytest
 from cuda_support import SIMULATED, device, machine, simulator_only
 from fakes import CONV
 
-import cli
-from backends.cuda import toolkit, userkernel
-from dispatcher import judging, selftest
+from dispatcher import cli
+from dispatcher.backends.cuda import toolkit, userkernel
+from dispatcher.check import judging
+from dispatcher.check.judging import Judgement, verify_kernel
+from dispatcher.check.userkernel import Kind, UserKernel
+from dispatcher.device import selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
-from dispatcher.judging import Judgement, verify_kernel
-from dispatcher.loader import load_problem
-from dispatcher.userkernel import Kind, UserKernel
+from dispatcher.problem.loader import load_problem
 from tests import children, cudasim
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 

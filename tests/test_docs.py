@@ -12,9 +12,9 @@ import pytest
 from conftest import Install
 from fakes import MAXMAX
 
-import cli
 import dispatcher
-from dispatcher.geometry import ConvGeometry
+from dispatcher import cli
+from dispatcher.ops.geometry import ConvGeometry
 
 ROOT = Path(__file__).resolve().parent.parent
 

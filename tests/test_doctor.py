@@ -14,11 +14,11 @@ import pytest
 from conftest import Install
 from fakes import FakeBackend
 
-import cli
 import dispatcher
-from dispatcher import selftest
+from dispatcher import cli
+from dispatcher.device import selftest
+from dispatcher.device.selftest import SelfTest
 from dispatcher.interface import Device
-from dispatcher.selftest import SelfTest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +33,7 @@ def examine(tmp_path: Path, **environment: str) -> tuple[int, dict[str, dict[str
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DISPATCHER_")}
     ended = subprocess.run(
-        [sys.executable, "-m", "cli", "doctor", "--json"],
+        [sys.executable, "-m", "dispatcher.cli", "doctor", "--json"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -175,7 +175,7 @@ def test_a_backend_that_cannot_be_examined_is_a_finding(
     (package / "__init__.py").write_text("")
     (package / "diagnosis.py").write_text("raise OSError('driver is upside down')")
     monkeypatch.syspath_prepend(tmp_path)
-    table = {"fragile": "fragile_backend", "numpy": "backends.numpy_ref"}
+    table = {"fragile": "fragile_backend", "numpy": "dispatcher.backends.numpy_ref"}
     monkeypatch.setattr(registry, "BACKENDS", table)
     findings = {finding.subject: finding for finding in dispatcher.doctor().findings}
     assert findings["fragile_backend"].detail == "it cannot be examined: OSError: driver is upside down"

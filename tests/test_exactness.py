@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.strategies import (
     Place,
     conv_operator,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.errors import DispatcherError, InputError
-from dispatcher.expressions import MAX_LENGTH, MAX_NESTING, MAX_VALUE, Expression
+from dispatcher.problem.expressions import MAX_LENGTH, MAX_NESTING, MAX_VALUE, Expression
 
 SIZES = {"a": 12, "b": 4, "c": 5, "zero": 0}
 

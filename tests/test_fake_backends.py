@@ -9,10 +9,10 @@ import pytest
 from conftest import Install
 from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, correct
 
-import cli
 import dispatcher
+from dispatcher import cli
+from dispatcher.device.selection import FallbackWarning
 from dispatcher.errors import KernelError
-from dispatcher.selection import FallbackWarning
 
 
 def zeros(operator: Any, tensors: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.filecache import FileCache, cache_root
+from dispatcher.device.filecache import FileCache, cache_root
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.numpy_ref import reference
+from dispatcher.backends.numpy_ref import reference
+from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
 from dispatcher.errors import InputError
-from dispatcher.inputs import INPUT_SETS, meaningful_sets, random_tensors
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.honest import compute
 from tests.strategies import conv_operator, operator_of
 

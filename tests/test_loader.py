@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dispatcher.errors import DispatcherError, InputError, ProblemFileError
-from dispatcher.expressions import Expression
-from dispatcher.loader import (
+from dispatcher.ops.steps import VOCABULARY
+from dispatcher.problem.expressions import Expression
+from dispatcher.problem.loader import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
     MAX_NODES,
@@ -27,7 +28,6 @@ from dispatcher.loader import (
     problem_names,
     read_yaml,
 )
-from dispatcher.steps import VOCABULARY
 
 VALID = """\
 name: tiny

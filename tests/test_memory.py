@@ -14,14 +14,14 @@ from conftest import Install
 from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, conv_tensors, correct
 
 import dispatcher
-from dispatcher import memory, splitting
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device import memory, splitting
+from dispatcher.device.selection import FallbackWarning, backend_devices
 from dispatcher.errors import DeviceMemoryError
-from dispatcher.inputs import random_tensors
 from dispatcher.interface import Device, Timings
-from dispatcher.loader import load_problem
-from dispatcher.operator import Operator
-from dispatcher.selection import FallbackWarning, backend_devices
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator
 
 PROBLEMS = [CONV, LAYERNORM, SUM, SOFTMAX, MAXMAX]
 
@@ -170,7 +170,7 @@ def small_opencl(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
         pytest.skip("there is no usable OpenCL device")
     from dataclasses import replace
 
-    from backends.opencl import BACKEND
+    from dispatcher.backends.opencl import BACKEND
 
     runtime = BACKEND._runtime(usable[0])
     before = runtime.facts

@@ -10,17 +10,17 @@ import pytest
 from conftest import Install
 from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, correct
 
-import cli
 import dispatcher
-from dispatcher import selftest
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher import cli
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device import selftest
+from dispatcher.device.selection import backend_devices
+from dispatcher.device.selftest import SelfTest
+from dispatcher.device.splitting import shares
 from dispatcher.errors import DeviceError, InputError, KernelError
-from dispatcher.inputs import random_tensors
-from dispatcher.loader import load_problem
-from dispatcher.operator import Operator
-from dispatcher.selection import backend_devices
-from dispatcher.selftest import SelfTest
-from dispatcher.splitting import shares
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator
 
 
 def bound(problem: str, batch: int) -> Operator:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from conftest import REQUIRED, Install
 
-import cli
 import dispatcher
-from dispatcher.inputs import INPUT_SETS
+from dispatcher import cli
+from dispatcher.check.inputs import INPUT_SETS
 from tests.fakes import FakeBackend
 from tests.honest import compute
 from tests.mutants import MUTANTS, Target, table

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import backends.numpy_ref.backend as numpy_backend
-from backends.numpy_ref import BACKEND, chunks, reference
-from backends.numpy_ref import steps as reference_steps
+import dispatcher.backends.numpy_ref.backend as numpy_backend
+from dispatcher.backends.numpy_ref import BACKEND, chunks, reference
+from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.errors import InputError
 from dispatcher.interface import Timings
-from dispatcher.loader import load_problem
-from dispatcher.operator import Operator, bind
-from dispatcher.steps import VOCABULARY, Pointwise, Reduce
+from dispatcher.ops.steps import VOCABULARY, Pointwise, Reduce
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator, bind
 from tests import strategies
 from tests.reference import naive
 from tests.strategies import Recipe, conv_operator, convolutions, operator_of, pipelines, tensors_of, thorough

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.loader import load_problem, problem_from_mapping
-from dispatcher.operator import Operator, bind
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem, problem_from_mapping
+from dispatcher.problem.operator import Operator, bind
 
 RUNTIMES = ("/usr/lib/oclgrind/liboclgrind-rt-icd.so", "/usr/lib/x86_64-linux-gnu/liboclgrind-rt-icd.so")
 ROOT = Path(__file__).parent.parent
@@ -158,10 +158,10 @@ def operator_named(name: str) -> Operator:
 
 def main(request: dict[str, Any]) -> None:
     """What the simulating process does."""
-    from backends.opencl import BACKEND, render, tiled
-    from backends.opencl.limits import Limits
-    from dispatcher.inputs import random_tensors
-    from dispatcher.verification import poisoned, verify_result
+    from dispatcher.backends.opencl import BACKEND, render, tiled
+    from dispatcher.backends.opencl.limits import Limits
+    from dispatcher.check.comparison import poisoned, verify_result
+    from dispatcher.check.inputs import random_tensors
 
     patches = {file: (old, new) for file, (old, new) in request["patches"].items()}
     original = render.kernel_source

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.operator import Operator
+from dispatcher.problem.operator import Operator
 from tests.strategies import PLACES, Place, operator_of, pipelines, tensors_of, thorough
 
 pytest.importorskip("pyopencl")
 
-from backends.opencl import BACKEND, grouped, launches, tiled
-from backends.opencl.grouped import Axis, Grouping, axes_of, grouping, joined
-from backends.opencl.limits import Limits
+from dispatcher.backends.opencl import BACKEND, grouped, launches, tiled
+from dispatcher.backends.opencl.grouped import Axis, Grouping, axes_of, grouping, joined
+from dispatcher.backends.opencl.limits import Limits
 
 TINY = Limits(work_items=16, local_memory=1 << 10, multiple=8, compute_units=2)
 ALONE = Limits(work_items=64, local_memory=64, multiple=16, compute_units=2)

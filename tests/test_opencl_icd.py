@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.opencl import icd
+from dispatcher.backends.opencl import icd
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loader is left alone here")
 
@@ -357,7 +357,7 @@ def test_processes_that_start_together_agree(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from backends.opencl import icd\n"
+        "from dispatcher.backends.opencl import icd\n"
         "sys.stdin.read()\n"
         "print(icd._private_folder({'a.icd': 'liba.so\\n', 'b.icd': 'libb.so\\n'}, None))\n"
     )
@@ -394,7 +394,7 @@ def test_the_loader_finds_intels_runtime(tmp_path: Path) -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("intel-opencl-rt is not installed; pip install 'kernel-dispatcher[cpu]' brings it")
     program = (
-        "from backends.opencl.icd import prepare_icd_vendors\n"
+        "from dispatcher.backends.opencl.icd import prepare_icd_vendors\n"
         "report = prepare_icd_vendors()\n"
         "import pyopencl\n"
         "print([platform.name for platform in pyopencl.get_platforms()], report)\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import REQUIRED
 
-from dispatcher.selection import backend_devices
+from dispatcher.device.selection import backend_devices
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def runtime() -> Any:
     device = next((found for found in backend_devices("opencl") if found.available), None)
     if device is None:
         (pytest.fail if "opencl" in REQUIRED else pytest.skip)("opencl: no usable device")
-    from backends.opencl.runtime import OpenClRuntime, find_devices
+    from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
     found = find_devices()[device.index]
     return OpenClRuntime(found.platform, found.device)
@@ -29,7 +29,7 @@ def runtime() -> Any:
 def test_everything_is_copied(runtime: Any, monkeypatch: pytest.MonkeyPatch, cpu: bool, dtype: str) -> None:
     import pyopencl as cl
 
-    from backends.opencl.roofline import Microbenchmarks
+    from dispatcher.backends.opencl.roofline import Microbenchmarks
 
     if dtype == "float64" and runtime.facts.vec_double == 0:
         pytest.skip("the device has no double precision")
@@ -49,7 +49,7 @@ def test_everything_is_copied(runtime: Any, monkeypatch: pytest.MonkeyPatch, cpu
 
 
 def test_a_cache_of_the_device_s_own_is_overwritten(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends.opencl.roofline import flush
+    from dispatcher.backends.opencl.roofline import flush
 
     sizes: list[int] = []
     make = runtime.buffer

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.loader import load_problem, problem_names
-from dispatcher.operator import Operator
-from dispatcher.planner import plan
+from dispatcher.plan.planner import plan
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.operator import Operator
 from tests.strategies import PLACES, Place, conv_operator, convolutions, pipelines, tensors_of, thorough
 
 pytest.importorskip("pyopencl")
 
-from backends.opencl import BACKEND, tiled
-from backends.opencl.fusion import sort_epilogue
-from backends.opencl.limits import Limits
+from dispatcher.backends.opencl import BACKEND, tiled
+from dispatcher.backends.opencl.fusion import sort_epilogue
+from dispatcher.backends.opencl.limits import Limits
 
 #: What the smallest GPUs allow, and what common ones do.
 TINY = Limits(work_items=64, local_memory=8 << 10, multiple=16, compute_units=2)

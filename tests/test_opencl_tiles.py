@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("pyopencl")
 
-from backends.opencl import lines
-from backends.opencl.options import Options
-from backends.opencl.runtime import Facts
-from backends.opencl.tiles import Fold, LineLayout, imbalance, work
-from backends.opencl.tiles import device_class as class_of
-from dispatcher.geometry import AxisGeometry, ConvGeometry
+from dispatcher.backends.opencl import lines
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.runtime import Facts
+from dispatcher.backends.opencl.tiles import Fold, LineLayout, imbalance, work
+from dispatcher.backends.opencl.tiles import device_class as class_of
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 
 FACTS = Facts(
     cpu=True,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.loader import load_problem, problem_names
-from dispatcher.operator import DTYPES, Operator
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.operator import DTYPES, Operator
 from tests.strategies import PLACES, Place, conv_operator, every_device, every_place, tensors_of
 
 #: Cases too large for a test, those that every problem has, and the one that shows most.

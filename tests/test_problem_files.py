@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from dispatcher.errors import ProblemFileError
-from dispatcher.expressions import Expression
-from dispatcher.loader import load_problem, problem_names
-from dispatcher.operator import Operator, bind
-from dispatcher.problem import Problem
-from dispatcher.steps import VOCABULARY, Field
+from dispatcher.ops.steps import VOCABULARY, Field
+from dispatcher.problem.expressions import Expression
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import Operator, bind
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "adding-a-problem.md"
 

@@ -17,12 +17,12 @@ import pytest
 from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM
 
 import dispatcher
-from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.filecache import FileCache
-from dispatcher.inputs import random_tensors
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.filecache import FileCache
+from dispatcher.device.selection import backend_devices
 from dispatcher.interface import Device
-from dispatcher.loader import load_problem
-from dispatcher.selection import backend_devices
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,7 +109,7 @@ def test_asking_for_help_is_quick() -> None:
         return min(times)
 
     base = seconds("-c", "import numpy")
-    assert seconds("-m", "cli", "--help") < base + 0.3
+    assert seconds("-m", "dispatcher.cli", "--help") < base + 0.3
     assert seconds("-c", "import numpy, dispatcher; dispatcher.run, dispatcher.doctor") < base + 0.3
 
 
@@ -169,7 +169,7 @@ def foreign(file: Path) -> None:
 def test_a_kill_in_the_middle_of_a_write_leaves_no_entry(tmp_path: Path) -> None:
     code = """
 import os, signal
-from dispatcher.filecache import FileCache
+from dispatcher.device.filecache import FileCache
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 FileCache("trial").put("key", b"x" * 100_000)
 """
@@ -177,7 +177,7 @@ FileCache("trial").put("key", b"x" * 100_000)
     assert process.wait(60) == -signal.SIGKILL
     process.communicate()
     check = """
-from dispatcher.filecache import FileCache
+from dispatcher.device.filecache import FileCache
 cache = FileCache("trial")
 assert cache.get("key") is None
 cache.put("key", b"whole")
@@ -192,7 +192,7 @@ def test_killed_writers_and_readers_share_a_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = """
 import itertools
-from dispatcher.filecache import FileCache
+from dispatcher.device.filecache import FileCache
 cache = FileCache("trial")
 print("ready", flush=True)
 for number in itertools.count():

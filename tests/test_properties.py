@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.steps import ConvTranspose3d
+from dispatcher.ops.steps import ConvTranspose3d
 from tests.strategies import (
     Place,
     Recipe,

@@ -12,8 +12,8 @@ from fakes import CONV, FakeBackend, conv_tensors
 
 import dispatcher
 from dispatcher import registry
+from dispatcher.device.selection import FallbackWarning, backend_devices, devices, parse_request
 from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
-from dispatcher.selection import FallbackWarning, backend_devices, devices, parse_request
 
 
 def compiled(device: Any = None, **arguments: Any) -> dispatcher.CompiledOperator:
@@ -141,7 +141,7 @@ def test_a_backend_that_cannot_be_imported_is_an_unavailable_device(
 ) -> None:
     (tmp_path / "broken_backend.py").write_text("raise OSError('libcuda.so.1: no such file\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
-    table = {"cuda": "broken_backend", "gone": "no_such_module", "numpy": "backends.numpy_ref"}
+    table = {"cuda": "broken_backend", "gone": "no_such_module", "numpy": "dispatcher.backends.numpy_ref"}
     monkeypatch.setattr(registry, "BACKENDS", table)
     cuda, gone, numpy = devices()
     assert not cuda.available
@@ -171,10 +171,10 @@ def test_a_probe_that_raises_or_finds_nothing_is_a_reason(install_backends: Inst
 
 
 def test_pyopencl_that_cannot_be_imported_leaves_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("pyopencl", "backends.opencl"))]:
+    for name in [name for name in sys.modules if name.startswith(("pyopencl", "dispatcher.backends.opencl"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyopencl", None)
-    from dispatcher import selection
+    from dispatcher.device import selection
 
     monkeypatch.setattr(selection, "_probed", {})
     (device,) = backend_devices("opencl")

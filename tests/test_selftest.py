@@ -14,12 +14,12 @@ from conftest import Install
 from fakes import CONV, FakeBackend
 from faulty_icd import FaultyRuntimes, build
 
-import cli
 import dispatcher
-from dispatcher import childprocess, selection, selftest
+from dispatcher import cli
+from dispatcher.device import childprocess, selection, selftest
+from dispatcher.device.selftest import SelfTest
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device
-from dispatcher.selftest import SelfTest
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses Linux' OpenCL loader")
 
@@ -169,7 +169,7 @@ def test_an_outcome_belongs_to_a_device_a_driver_and_our_version(
     children: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(device: Device) -> int:
-        assert selftest.try_device(device, "backends.opencl") == SelfTest("ok", "", 12.5)
+        assert selftest.try_device(device, "dispatcher.backends.opencl") == SelfTest("ok", "", 12.5)
         return len(children)
 
     assert [ask(DEVICE), ask(DEVICE)] == [1, 1]
@@ -185,9 +185,9 @@ def test_an_entry_of_another_format_is_made_again(
     children: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"outcome": "splendid"}')
-    selftest.try_device(DEVICE, "backends.opencl")
+    selftest.try_device(DEVICE, "dispatcher.backends.opencl")
     monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"score": 7}')
-    selftest.try_device(DEVICE, "backends.opencl")
+    selftest.try_device(DEVICE, "dispatcher.backends.opencl")
     assert len(children) == 2
 
 
@@ -197,21 +197,21 @@ def test_what_can_be_mended_is_not_kept(
 ) -> None:
     answer = SelfTest(outcome, "something of ours")
     monkeypatch.setattr(selftest, "_run_child", lambda *_: (answer, True))
-    assert selftest.try_device(DEVICE, "backends.opencl") == answer
+    assert selftest.try_device(DEVICE, "dispatcher.backends.opencl") == answer
     answer = SelfTest("ok", "", 1.0)
-    assert selftest.try_device(DEVICE, "backends.opencl") == answer
+    assert selftest.try_device(DEVICE, "dispatcher.backends.opencl") == answer
 
 
 def test_what_came_from_outside_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for number, kept in ((signal.SIGKILL, False), (signal.SIGSEGV, True)):
         monkeypatch.setattr(childprocess, "_START", f"import os; os.kill(os.getpid(), {int(number)})")
-        found = selftest.try_device(DEVICE, "backends.opencl", again=True)
+        found = selftest.try_device(DEVICE, "dispatcher.backends.opencl", again=True)
         assert found is not None
         assert found.outcome == "crashed"
         assert signal.Signals(number).name in found.reason
         monkeypatch.setattr(childprocess, "_START", "raise SystemExit('another answer')")
-        found = selftest.try_device(DEVICE, "backends.opencl")
+        found = selftest.try_device(DEVICE, "dispatcher.backends.opencl")
         assert found is not None
         assert found.outcome == ("crashed" if kept else "error")
         assert kept or "another answer" in found.reason
@@ -226,7 +226,7 @@ def test_the_switch(children: list[Any], monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(
             InputError, match=rf"DISPATCHER_SELF_TEST is '{text}'; expected on, off, or a time"
         ):
-            selftest.try_device(DEVICE, "backends.opencl")
+            selftest.try_device(DEVICE, "dispatcher.backends.opencl")
     assert children == []
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import dispatcher
 from dispatcher.errors import GeometryError
-from dispatcher.geometry import MAX_PHASES, MAX_TAPS, AxisGeometry
-from dispatcher.loader import INTERFACE_NAMES, SHORTHAND_NAMES
+from dispatcher.ops.geometry import MAX_PHASES, MAX_TAPS, AxisGeometry
+from dispatcher.problem.loader import INTERFACE_NAMES, SHORTHAND_NAMES
 
 CALLS = (
     dispatcher.run,
@@ -35,8 +35,8 @@ def test_every_argument_of_the_interface_is_reserved_and_nothing_else() -> None:
 
 
 def test_every_shorthand_of_the_bundled_problems_is_reserved() -> None:
-    from dispatcher.arguments import shorthands
-    from dispatcher.loader import load_problem
+    from dispatcher.problem.arguments import shorthands
+    from dispatcher.problem.loader import load_problem
 
     used = {name for problem in dispatcher.problems() for name in shorthands(load_problem(problem))}
     assert used <= SHORTHAND_NAMES

@@ -13,8 +13,8 @@ import pytest
 from conftest import Install
 from fakes import CONV, LAYERNORM, FakeBackend, conv_tensors
 
-import cli
 import dispatcher
+from dispatcher import cli
 from dispatcher.errors import InputError, KernelError
 from dispatcher.interface import Device
 
@@ -109,9 +109,9 @@ def test_logs_are_quiet_unless_asked_for(
     for option in ("-v", "--verbose", "--debug"):
         assert cli.main(["run", CONV, option]) == 0
         captured = capsys.readouterr()
-        assert "dispatcher.selection: " in captured.err
+        assert "dispatcher.device.selection: " in captured.err
         assert f"{CONV} runs on cuda:0 (Fake One)" in captured.err
-        assert "dispatcher.selection" not in captured.out
+        assert "dispatcher.device.selection" not in captured.out
     assert cli.main(["run", CONV]) == 0
     assert capsys.readouterr().err == ""
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cli
 import dispatcher
-from dispatcher import machine, registry, tuned, tuning
+from dispatcher import cli, registry
+from dispatcher.device import machine
+from dispatcher.device.joining import join
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, Timings
-from dispatcher.joining import join
-from dispatcher.tuning import tune, tune_problem
+from dispatcher.timing import tuning, winners
+from dispatcher.timing.tuning import tune, tune_problem
 
 PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
 
@@ -201,9 +202,9 @@ def test_a_winner_that_cannot_be_kept_is_a_warning(
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
-    tuned.store(("a",), {"tile": "1x1"}, 1.5)
+    winners.store(("a",), {"tile": "1x1"}, 1.5)
     assert "is not kept" in caplog.text and str(in_the_way) in caplog.text
-    assert tuned.stored(("a",)) is None
+    assert winners.stored(("a",)) is None
 
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

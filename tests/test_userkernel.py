@@ -21,16 +21,16 @@ import pytest
 from conftest import Install
 from fakes import CONV, MAXMAX, FakeBackend
 
-import cli
 import dispatcher
-from dispatcher import judging
-from dispatcher.arguments import bind_arguments, sort_arguments
+from dispatcher import cli
+from dispatcher.check import judging
+from dispatcher.check.judging import Judgement, size_names, verify_kernel
+from dispatcher.check.userkernel import OTHER_MARGIN, UserKernel
+from dispatcher.device.selection import backend_devices
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import Device
-from dispatcher.judging import Judgement, size_names, verify_kernel
-from dispatcher.loader import load_problem
-from dispatcher.selection import backend_devices
-from dispatcher.userkernel import OTHER_MARGIN, UserKernel
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem
 from tests import children
 from tests.strategies import REQUIRED
 from tests.strategies import SCALED_PRODUCT as PROBLEM
@@ -302,7 +302,7 @@ def test_a_command_that_is_ended_leaves_nothing(write: Write, device: str, tmp_p
         device,
     ]
     parent = subprocess.Popen(
-        children.heeding(number, ["-m", "cli", *words, "--inputs", "signed", "--timeout", "50"]),
+        children.heeding(number, ["-m", "dispatcher.cli", *words, "--inputs", "signed", "--timeout", "50"]),
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(scratch)},
         stderr=subprocess.PIPE,
@@ -337,7 +337,7 @@ def test_what_a_kernel_prints_does_no_harm(write: Write, device: str) -> None:
 
 
 def test_no_room_on_the_device_is_a_verdict(device: str, tmp_path: Path) -> None:
-    from backends.opencl import BACKEND
+    from dispatcher.backends.opencl import BACKEND
 
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (1 << 44,), (0,))
     kernel = user_kernel(SOURCE)
@@ -509,7 +509,7 @@ def test_a_backend_may_have_no_such_kernels(
 
 def test_doubles_need_double_precision(tmp_path: Path) -> None:
     pytest.importorskip("pyopencl")
-    from backends.opencl.userkernel import load_kernel
+    from dispatcher.backends.opencl.userkernel import load_kernel
 
     runtime: Any = types.SimpleNamespace(facts=types.SimpleNamespace(vec_double=0))
     device: Any = types.SimpleNamespace(id="opencl:7", name="Tiny")
@@ -551,7 +551,7 @@ def test_the_names_of_sizes() -> None:
 
 # ---- how a child's end becomes a verdict -------------------------------------------------------------------
 def ended(code: int | None, signal: str, *reports: Any, printed: str = "") -> Any:
-    from dispatcher.childprocess import Ended
+    from dispatcher.device.childprocess import Ended
 
     return Ended(code, signal, reports, printed)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from backends.numpy_ref import BACKEND, reference
-from dispatcher.arguments import bind_arguments, sort_arguments
-from dispatcher.inputs import INPUT_SETS, random_tensors
-from dispatcher.loader import load_problem, problem_names
-from dispatcher.operator import Operator
-from dispatcher.verification import bounded_reference, compare, normwise_share, poisoned, verify_result
+from dispatcher.backends.numpy_ref import BACKEND, reference
+from dispatcher.check.comparison import bounded_reference, compare, normwise_share, poisoned, verify_result
+from dispatcher.check.inputs import INPUT_SETS, random_tensors
+from dispatcher.problem.arguments import bind_arguments, sort_arguments
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.operator import Operator
 from tests.honest import compute, conv_transpose3d, replaced
 from tests.mutants import half_conv, tf32_conv
 from tests.strategies import Recipe, conv_operator, operator_of, pipelines, tensors_of, thorough
@@ -248,7 +248,7 @@ def test_bounds_do_not_depend_on_how_the_batch_is_cut(monkeypatch: pytest.Monkey
     wrong = compute(operator, tensors)
     wrong[3, 2, 1, 1, 1] += 1
     whole = verify_result(operator, tensors, wrong)
-    monkeypatch.setattr("backends.numpy_ref.backend.CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("dispatcher.backends.numpy_ref.backend.CHUNK_ELEMENTS", 1)
     again = bounded_reference(operator, tensors)
     np.testing.assert_allclose(again[0], values, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(again[1], bounds, rtol=1e-4)

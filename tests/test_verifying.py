@@ -10,13 +10,13 @@ import pytest
 from conftest import Install
 from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, correct
 
-import cli
 import dispatcher
-from dispatcher import verifying
+from dispatcher import cli
+from dispatcher.check import verifying
+from dispatcher.check.inputs import INPUT_SETS
+from dispatcher.check.judging import Judgement
+from dispatcher.check.userkernel import UserKernel
 from dispatcher.errors import InputError, KernelError
-from dispatcher.inputs import INPUT_SETS
-from dispatcher.judging import Judgement
-from dispatcher.userkernel import UserKernel
 
 
 def one_percent_off(operator: Any, tensors: Any) -> np.ndarray:

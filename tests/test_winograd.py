@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.opencl.options import Options
-from backends.opencl.tiles import (
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.tiles import (
     WINOGRAD_ROWS,
     Fold,
     LineLayout,
@@ -23,7 +23,7 @@ from backends.opencl.tiles import (
     ranked_tiles,
     winograd_rows,
 )
-from backends.opencl.winograd import (
+from dispatcher.backends.opencl.winograd import (
     MOST_TAPS,
     axis_reason,
     pack_winograd_weights,
@@ -32,8 +32,8 @@ from backends.opencl.winograd import (
     winograd_starts,
 )
 from dispatcher.errors import InputError
-from dispatcher.geometry import AxisGeometry, ConvGeometry
 from dispatcher.interface import Device
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 from tests.strategies import call_on, checked_run, conv_operator, tensors_of
 
 

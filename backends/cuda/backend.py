@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.cuda import driver, roofline, toolkit, tuning
-from backends.cuda.executable import CudaExecutable
-from backends.cuda.fusion import Target
-from backends.cuda.lowering import Program, lower
-from backends.cuda.options import parse
-from backends.cuda.userkernel import load_kernel
+from dispatcher.backends.cuda import driver, roofline, toolkit, tuning
+from dispatcher.backends.cuda.executable import CudaExecutable
+from dispatcher.backends.cuda.fusion import Target
+from dispatcher.backends.cuda.lowering import Program, lower
+from dispatcher.backends.cuda.options import parse
+from dispatcher.backends.cuda.userkernel import load_kernel
+from dispatcher.check.userkernel import LoadedKernel, UserKernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Roofline
-from dispatcher.operator import Operator
-from dispatcher.userkernel import LoadedKernel, UserKernel
+from dispatcher.problem.operator import Operator
 
 _LARGEST_EXTENT = 2**31 - 1
 
@@ -84,7 +84,8 @@ class CudaBackend:
         """Build ``operator`` for ``device``.
 
         Options: ``algorithm`` (``auto``; ``halo``, tensor cores where they fit; ``fma``), ``tile`` (for the tensor-core
-        kernel: a box of voxels ``(z, y, x)``, or a text as :func:`backends.cuda.options.TileChoice.parse` reads it),
+        kernel: a box of voxels ``(z, y, x)``, or a text as :meth:`~dispatcher.backends.cuda.options.TileChoice.parse`
+        reads it),
         ``prologue`` (``auto``; ``fused`` or ``separate``: where steps before a convolution run), ``tuned``
         (``ignore`` leaves alone what was tuned on this device) and ``stream`` (a ``cudaStream_t`` as an integer,
         whose work each call waits for).
@@ -105,7 +106,7 @@ class CudaBackend:
         return CudaExecutable(program, context, compiler, request.stream)
 
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
-        """Options worth measuring for ``operator``; see :func:`dispatcher.tuning.tune`."""
+        """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
         return tuning.candidates(operator, Target.of(driver.context(device.index)))
 
     def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
@@ -113,7 +114,7 @@ class CudaBackend:
         tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dispatcher.steps import Normalize, Operand, Pointwise, ScalarOperand, Step, TensorOperand
+from dispatcher.ops.steps import Normalize, Operand, Pointwise, ScalarOperand, Step, TensorOperand
 
 #: Vocabulary function to operation, as in ``chain.cuh``.
 OPERATIONS = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.cuda.tiles import HaloTile, Triple
-from dispatcher.geometry import AxisPhase, ConvGeometry
+from dispatcher.backends.cuda.tiles import HaloTile, Triple
+from dispatcher.ops.geometry import AxisPhase, ConvGeometry
 
 #: ``Phase`` and ``Term`` of conv_fma.cu, ``Tap`` and ``Pass`` of conv_halo.cu.
 PHASE = np.dtype([("first", "i4"), ("count", "i4")], align=True)

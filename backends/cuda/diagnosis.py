@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from backends.cuda import toolkit
+from dispatcher.backends.cuda import toolkit
 from dispatcher.interface import Finding
 
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.cuda import toolkit
-from dispatcher.dlpack import KDL_CUDA, capsule
+from dispatcher.backends.cuda import toolkit
+from dispatcher.call.dlpack import KDL_CUDA, capsule
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
 
 _ALIGNMENT = 256

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from backends.cuda.chains import MAX_STAGES, refuses
-from backends.cuda.tiles import MAX_BLOCK_N
-from dispatcher.steps import (
+from dispatcher.backends.cuda.chains import MAX_STAGES, refuses
+from dispatcher.backends.cuda.tiles import MAX_BLOCK_N
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Pointwise,

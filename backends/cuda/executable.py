@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from backends.cuda.driver import Context, DeviceArray, device_of, interface_of
-from backends.cuda.lowering import Launch, PackedWeight, Program, Reference, strided_copy
-from backends.cuda.toolkit import Toolkit
+from dispatcher.backends.cuda.driver import Context, DeviceArray, device_of, interface_of
+from dispatcher.backends.cuda.lowering import Launch, PackedWeight, Program, Reference, strided_copy
+from dispatcher.backends.cuda.toolkit import Toolkit
 from dispatcher.errors import InputError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
 

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from backends.cuda import epilogue as epilogues
-from backends.cuda import prologue as prologues
-from backends.cuda.driver import Context
-from backends.cuda.epilogue import Epilogue
-from backends.cuda.options import Options, TileChoice
-from backends.cuda.prologue import NO_PROLOGUE, Prologue
-from backends.cuda.tiles import HaloTask, HaloTile, Triple, halo_tile
+from dispatcher.backends.cuda import epilogue as epilogues
+from dispatcher.backends.cuda import prologue as prologues
+from dispatcher.backends.cuda.driver import Context
+from dispatcher.backends.cuda.epilogue import Epilogue
+from dispatcher.backends.cuda.options import Options, TileChoice
+from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, Triple, halo_tile
 from dispatcher.errors import InputError
-from dispatcher.operator import Operator
-from dispatcher.planner import plan
-from dispatcher.steps import ConvTranspose3d, Step
+from dispatcher.ops.steps import ConvTranspose3d, Step
+from dispatcher.plan.planner import plan
+from dispatcher.problem.operator import Operator
 
 _MAX_HALO_PHASES = 64
 #: Most products of the tensor-core kernel for each that counts, in groups: its 3xTF32 is about so much faster than
@@ -47,7 +47,7 @@ class Target:
 
 
 class CudaFusion:
-    """What the convolution kernels can fuse; see :class:`dispatcher.planner.Fusion`.
+    """What the convolution kernels can fuse; see :class:`dispatcher.plan.planner.Fusion`.
 
     Raises:
         InputError: the options name tiles for another number of convolutions; later, a tile that fits none.

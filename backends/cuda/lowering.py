@@ -15,19 +15,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.cuda import chains
-from backends.cuda import prologue as prologues
-from backends.cuda.convolution import fma_tables, halo_tables
-from backends.cuda.epilogue import Epilogue
-from backends.cuda.fusion import CudaFusion, Target, positions_of
-from backends.cuda.options import Options
-from backends.cuda.prologue import NO_PROLOGUE, Prologue
-from backends.cuda.tiles import FmaTile, fma_tile, halo_tile
-from backends.cuda.toolkit import Kernel
+from dispatcher.backends.cuda import chains
+from dispatcher.backends.cuda import prologue as prologues
+from dispatcher.backends.cuda.convolution import fma_tables, halo_tables
+from dispatcher.backends.cuda.epilogue import Epilogue
+from dispatcher.backends.cuda.fusion import CudaFusion, Target, positions_of
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
+from dispatcher.backends.cuda.tiles import FmaTile, fma_tile, halo_tile
+from dispatcher.backends.cuda.toolkit import Kernel
 from dispatcher.interface import PlannedLaunch
-from dispatcher.operator import Operator
-from dispatcher.planner import Segment, plan
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Pointwise,
@@ -40,6 +38,8 @@ from dispatcher.steps import (
     TensorOperand,
     ValueOperand,
 )
+from dispatcher.plan.planner import Segment, plan
+from dispatcher.problem.operator import Operator
 
 MAX_GRID = 2**31 - 1
 _GENERAL_BLOCK = 256

@@ -20,7 +20,7 @@ _NEXT, _OPEN = "/", "auto"
 class TileChoice:
     """A tile of ``conv_halo.cu`` that is asked for, whole or in part: among the tiles that match, the one with the
     lowest estimate is taken. All fields but the box may be None, which leaves them open; they mean what the
-    fields of :class:`backends.cuda.tiles.HaloTile` do.
+    fields of :class:`dispatcher.backends.cuda.tiles.HaloTile` do.
 
     Its text is short enough for a command line: ``4x4x16,warp_m=2,resident=2,slice_channels=32,paired=1``.
     """

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backends.cuda.chains import MAX_STAGES, refuses
-from backends.cuda.tiles import HIDDEN_READS
-from dispatcher.steps import Pointwise, Pool, Step
+from dispatcher.backends.cuda.chains import MAX_STAGES, refuses
+from dispatcher.backends.cuda.tiles import HIDDEN_READS
+from dispatcher.ops.steps import Pointwise, Pool, Step
 
 #: Most elements of a window whose reads are unrolled.
 MAX_WINDOW = 64

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.cuda.driver import Context
-from backends.cuda.toolkit import Kernel, Toolkit
+from dispatcher.backends.cuda.driver import Context
+from dispatcher.backends.cuda.toolkit import Kernel, Toolkit
 
 #: Numbers that a thread keeps in registers, threads of a block, and blocks for each multiprocessor.
 CHAINS, THREADS, BLOCKS_PER_PROCESSOR = 16, 256, 16

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.cuda.options import TileChoice
-from dispatcher.geometry import ConvGeometry
+from dispatcher.backends.cuda.options import TileChoice
+from dispatcher.ops.geometry import ConvGeometry
 
 Triple = tuple[int, int, int]
 #: A number of things, or an array of such numbers: see :class:`HaloTile`.

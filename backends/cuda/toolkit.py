@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from dispatcher.device.filecache import FileCache
 from dispatcher.errors import BuildError
-from dispatcher.filecache import FileCache
 
 KERNELS = Path(__file__).parent / "kernels"
 CUBINS = FileCache("cuda")

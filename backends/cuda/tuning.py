@@ -11,16 +11,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from backends.cuda import toolkit
-from backends.cuda.driver import Context
-from backends.cuda.fusion import CudaFusion, Target
-from backends.cuda.lowering import Program, lower
-from backends.cuda.options import Options, parse, tile_text
-from backends.cuda.tiles import HaloTask, HaloTile, estimates
+from dispatcher.backends.cuda import toolkit
+from dispatcher.backends.cuda.driver import Context
+from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.lowering import Program, lower
+from dispatcher.backends.cuda.options import Options, parse, tile_text
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, estimates
 from dispatcher.errors import InputError
-from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, ScalarOperand, Shape, Step
-from dispatcher.tuned import store, stored
+from dispatcher.ops.steps import ConvTranspose3d, ScalarOperand, Shape, Step
+from dispatcher.problem.operator import Operator
+from dispatcher.timing.winners import store, stored
 
 _log = logging.getLogger(__name__)
 

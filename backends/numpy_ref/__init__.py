@@ -1,6 +1,6 @@
 """The ground truth: plain NumPy in float64, written to be obviously right."""
 
-from backends.numpy_ref.backend import (
+from dispatcher.backends.numpy_ref.backend import (
     BACKEND,
     Meter,
     NumpyBackend,

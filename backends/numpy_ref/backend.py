@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from backends.numpy_ref.steps import Array, Progress, apply
+from dispatcher.backends.numpy_ref.steps import Array, Progress, apply
 from dispatcher.errors import InputError
 from dispatcher.interface import Device, PlannedLaunch, Roofline, Tensors, Timings
-from dispatcher.operator import Operator
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     Normalize,
     Pointwise,
     Reduce,
@@ -31,6 +30,7 @@ from dispatcher.steps import (
     TensorOperand,
     ValueOperand,
 )
+from dispatcher.problem.operator import Operator
 
 #: A chunk of the batch holds one item, or as many as keep its largest value below this many elements.
 CHUNK_ELEMENTS = 1 << 22

@@ -1,5 +1,5 @@
 """OpenCL backend: any OpenCL device through PyOpenCL; CPUs through PoCL or Intel's runtime."""
 
-from backends.opencl.backend import OpenClBackend
+from dispatcher.backends.opencl.backend import OpenClBackend
 
 BACKEND = OpenClBackend()

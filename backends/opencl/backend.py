@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
-from backends.opencl.options import ALGORITHMS, Options
+from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
+from dispatcher.backends.opencl.options import ALGORITHMS, Options
+from dispatcher.check.userkernel import LoadedKernel, UserKernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, Executable, Roofline
-from dispatcher.operator import Operator
-from dispatcher.userkernel import LoadedKernel, UserKernel
+from dispatcher.problem.operator import Operator
 
 __all__ = ["ALGORITHMS", "OpenClBackend"]
 
@@ -31,7 +31,7 @@ class OpenClBackend:
     def probe(self) -> Sequence[Device]:
         try:
             import_pyopencl()
-            from backends.opencl.runtime import find_devices
+            from dispatcher.backends.opencl.runtime import find_devices
         except Exception as error:
             return [
                 self._missing(
@@ -54,13 +54,13 @@ class OpenClBackend:
 
     def footprint(self) -> str:
         """What looking for devices loads: it is tried in another process whenever this changes."""
-        from backends.opencl.icd import footprint
+        from dispatcher.backends.opencl.icd import footprint
 
         return footprint()
 
     def leave_out_deadly(self, survives: Callable[[], bool]) -> bool:
         """Leave out the runtimes that kill a process which looks for their devices."""
-        from backends.opencl.icd import leave_out_deadly
+        from dispatcher.backends.opencl.icd import leave_out_deadly
 
         return leave_out_deadly(survives)
 
@@ -72,7 +72,7 @@ class OpenClBackend:
         return None
 
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
-        from backends.opencl.executable import OpenClExecutable
+        from dispatcher.backends.opencl.executable import OpenClExecutable
 
         parsed = Options.parse(options)
         runtime = self._runtime(device)
@@ -81,34 +81,34 @@ class OpenClBackend:
         return OpenClExecutable(runtime, operator, parsed)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
         runtime = self._runtime(device)
-        from backends.opencl.userkernel import load_kernel
+        from dispatcher.backends.opencl.userkernel import load_kernel
 
         return load_kernel(runtime, kernel, device, scratch)
 
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
-        """Options worth measuring for ``operator``; see :func:`dispatcher.tuning.tune`."""
-        from backends.opencl.tuning import candidates
+        """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
+        from dispatcher.backends.opencl.tuning import candidates
 
         return candidates(self._runtime(device), operator)
 
     def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
         """Use ``options`` for the convolutions of ``operator`` on this device from now on."""
-        from backends.opencl.tuning import remember
+        from dispatcher.backends.opencl.tuning import remember
 
         remember(self._runtime(device), operator, Options.parse(options), gain)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32."""
-        from backends.opencl.roofline import Microbenchmarks
+        from dispatcher.backends.opencl.roofline import Microbenchmarks
 
         found = Microbenchmarks(self._runtime(device), "float64" if dtype == "float64" else "float32")
         return Roofline(found.peak_gflops(), found.copy_gbytes_per_s(), found.dtype, found.method)
 
     def flush_caches(self, device: Device) -> None:
         """Write more device memory than its cache holds, unless the device works in the host's."""
-        from backends.opencl.roofline import flush
+        from dispatcher.backends.opencl.roofline import flush
 
         runtime = self._runtime(device)
         if not runtime.facts.unified:
@@ -116,7 +116,7 @@ class OpenClBackend:
 
     def _runtime(self, device: Device) -> Any:
         """The opened device; opened when it is first needed."""
-        from backends.opencl.runtime import OpenClRuntime
+        from dispatcher.backends.opencl.runtime import OpenClRuntime
 
         with self._lock:
             if device.index not in self._runtimes:

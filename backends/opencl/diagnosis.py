@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from backends.opencl import caches
-from backends.opencl.icd import IcdEntry, prepare_icd_vendors
+from dispatcher.backends.opencl import caches
+from dispatcher.backends.opencl.icd import IcdEntry, prepare_icd_vendors
 from dispatcher.interface import Finding
 
 INSTALL = "pip install 'kernel-dispatcher[cpu]', or install your system's OpenCL driver (pocl-opencl-icd)"
@@ -30,7 +30,7 @@ VARIABLES = {
 _HARMLESS = ("has the same name", "already names", "anaconda1anaconda2")
 _LOAD_LIMIT_S = 20.0
 _LOAD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from backends.opencl import icd; "
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher.backends.opencl import icd; "
     "icd.prepare_icd_vendors(); print(icd.load_error(sys.argv[2]) or '')"
 )
 

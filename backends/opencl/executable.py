@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from backends.opencl import lines
-from backends.opencl.fusion import LineFusion, sort_epilogue
-from backends.opencl.launches import Call, Launch, Operands, Remembered, StepLaunch, step_launches
-from backends.opencl.limits import Limits, limits_of
-from backends.opencl.options import Options
-from backends.opencl.render import defines, section
-from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.tiles import LineLayout
-from backends.opencl.winograd import pack_winograd_weights
+from dispatcher.backends.opencl import lines
+from dispatcher.backends.opencl.fusion import LineFusion, sort_epilogue
+from dispatcher.backends.opencl.launches import Call, Launch, Operands, Remembered, StepLaunch, step_launches
+from dispatcher.backends.opencl.limits import Limits, limits_of
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.render import defines, section
+from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.tiles import LineLayout
+from dispatcher.backends.opencl.winograd import pack_winograd_weights
 from dispatcher.errors import DeviceMemoryError, KernelError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
-from dispatcher.operator import Operator
-from dispatcher.planner import Segment, plan
-from dispatcher.steps import ConvTranspose3d, Pointwise, Step
+from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Step
+from dispatcher.plan.planner import Segment, plan
+from dispatcher.problem.operator import Operator
 
 #: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
 #: nothing, and no runtime can then pile all of them onto one thread.
@@ -227,7 +227,7 @@ class OpenClExecutable:
             if options.algorithm == "gather":
                 made = plain_launches(self._runtime, self._operator, self._real)
             elif options.algorithm == "tiled":
-                from backends.opencl.tiled import tiled_launches
+                from dispatcher.backends.opencl.tiled import tiled_launches
 
                 made = tiled_launches(self._runtime, self._operator, self._real)
             else:

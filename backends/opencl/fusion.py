@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backends.opencl.render import POINTWISE, fusable_operand
-from backends.opencl.tiles import Fold, box_unit
-from dispatcher.operator import Operator
-from dispatcher.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step, ValueOperand
+from dispatcher.backends.opencl.render import POINTWISE, fusable_operand
+from dispatcher.backends.opencl.tiles import Fold, box_unit
+from dispatcher.ops.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    Softmax,
+    Step,
+    ValueOperand,
+)
+from dispatcher.problem.operator import Operator
 
 CHANNEL = (1,)
 #: Positions per axis that a box may need to hold whole pooling windows.

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backends.opencl.limits import Limits, power_above, power_below
-from backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
-from backends.opencl.steps import StepSource, preamble, run_block
-from dispatcher.steps import Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
+from dispatcher.backends.opencl.limits import Limits, power_above, power_below
+from dispatcher.backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
+from dispatcher.backends.opencl.steps import StepSource, preamble, run_block
+from dispatcher.ops.steps import Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
 Shared = Pool | Normalize | Softmax | Reduce
 #: Work-items of a work-group, and of one where there are fewer results than compute units.

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from dispatcher.filecache import cache_root
+from dispatcher.device.filecache import cache_root
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 

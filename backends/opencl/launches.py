@@ -9,16 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import pyopencl as cl
 
-from backends.opencl.fusion import riders
-from backends.opencl.grouped import Grouping, Shared, lower_grouped
-from backends.opencl.limits import Limits
-from backends.opencl.render import OperandLayout
-from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.steps import StepSource, lower_gather, lower_step
-from backends.opencl.tiles import round_up
+from dispatcher.backends.opencl.fusion import riders
+from dispatcher.backends.opencl.grouped import Grouping, Shared, lower_grouped
+from dispatcher.backends.opencl.limits import Limits
+from dispatcher.backends.opencl.render import OperandLayout
+from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.steps import StepSource, lower_gather, lower_step
+from dispatcher.backends.opencl.tiles import round_up
 from dispatcher.interface import PlannedLaunch, Tensors
-from dispatcher.operator import Operator
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Pointwise,
@@ -27,6 +26,7 @@ from dispatcher.steps import (
     TensorOperand,
     ValueOperand,
 )
+from dispatcher.problem.operator import Operator
 
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyopencl as cl
 
-from backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.runtime import OpenClRuntime
 
 #: Work-items that run in step on a device that does not say: a multiple of every common width.
 DEFAULT_MULTIPLE = 64

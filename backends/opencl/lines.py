@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from backends.opencl import tuned
-from backends.opencl.fusion import Epilogue
-from backends.opencl.options import Options, pair
-from backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
-from backends.opencl.runtime import Facts, OpenClRuntime
-from backends.opencl.stages import LINE_STAGES, render_stages
-from backends.opencl.tiles import (
+from dispatcher.backends.opencl import tuned
+from dispatcher.backends.opencl.fusion import Epilogue
+from dispatcher.backends.opencl.options import Options, pair
+from dispatcher.backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
+from dispatcher.backends.opencl.runtime import Facts, OpenClRuntime
+from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
+from dispatcher.backends.opencl.tiles import (
     WINOGRAD_CHANNELS,
     Fold,
     LineLayout,
@@ -27,9 +27,16 @@ from backends.opencl.tiles import (
     device_class,
     ranked_tiles,
 )
-from backends.opencl.winograd import MOST_TAPS, Row, axis_reason, pair_sums, transform, winograd_starts
-from dispatcher.geometry import ConvGeometry
-from dispatcher.steps import ConvTranspose3d, Pointwise
+from dispatcher.backends.opencl.winograd import (
+    MOST_TAPS,
+    Row,
+    axis_reason,
+    pair_sums,
+    transform,
+    winograd_starts,
+)
+from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.steps import ConvTranspose3d, Pointwise
 
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.

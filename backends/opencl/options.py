@@ -22,7 +22,7 @@ class Options:
         algorithm: one of :data:`ALGORITHMS`.
         tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
         box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
-        line: ``rows`` or ``flat`` (direct and winograd); see :mod:`backends.opencl.tiles`.
+        line: ``rows`` or ``flat`` (direct and winograd); see :mod:`dispatcher.backends.opencl.tiles`.
         rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
     """

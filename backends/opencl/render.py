@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Operand,
@@ -36,7 +36,7 @@ POINTWISE: dict[str, str] = {
 @cache
 def kernel_source(name: str) -> str:
     """Text of ``kernels/<name>``."""
-    return (files("backends.opencl") / "kernels" / name).read_text(encoding="utf-8")
+    return (files("dispatcher.backends.opencl") / "kernels" / name).read_text(encoding="utf-8")
 
 
 def defines(values: Mapping[str, object]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from backends.opencl.render import defines, section
-from backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.render import defines, section
+from dispatcher.backends.opencl.runtime import OpenClRuntime
 
 #: Vectors that a work-item keeps in registers.
 CHAINS = 12

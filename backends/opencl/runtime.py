@@ -16,11 +16,11 @@ import numpy as np
 import pyopencl as cl
 from pyopencl.characterize import has_src_build_cache
 
-from backends.opencl.caches import cache_folder, discard_damaged, prepare_cache
-from backends.opencl.icd import prepare_icd_vendors
-from backends.opencl.memory import HostPool
+from dispatcher.backends.opencl.caches import cache_folder, discard_damaged, prepare_cache
+from dispatcher.backends.opencl.icd import prepare_icd_vendors
+from dispatcher.backends.opencl.memory import HostPool
+from dispatcher.device.filecache import FileCache
 from dispatcher.errors import BuildError
-from dispatcher.filecache import FileCache
 
 logger = logging.getLogger(__name__)
 

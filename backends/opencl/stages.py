@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from backends.opencl.fusion import Stage
-from backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
-from dispatcher.steps import Normalize, Reduce, ScalarOperand, Softmax, Step
+from dispatcher.backends.opencl.fusion import Stage
+from dispatcher.backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
+from dispatcher.ops.steps import Normalize, Reduce, ScalarOperand, Softmax, Step
 
 
 @dataclass(frozen=True)

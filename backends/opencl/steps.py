@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backends.opencl.render import (
+from dispatcher.backends.opencl.render import (
     POINTWISE,
     OperandLayout,
     affine_of,
@@ -16,7 +16,7 @@ from backends.opencl.render import (
     tail,
     tail_macro,
 )
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Operand,

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from backends.opencl.fusion import Epilogue, LineFusion, sort_epilogue
-from backends.opencl.launches import Call, Launch, Operands, Remembered, step_launches
-from backends.opencl.limits import Limits, limits_of, power_above
-from backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
-from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.stages import TILE_STAGES, render_stages
-from backends.opencl.tiles import round_up
-from dispatcher.geometry import ConvGeometry
+from dispatcher.backends.opencl.fusion import Epilogue, LineFusion, sort_epilogue
+from dispatcher.backends.opencl.launches import Call, Launch, Operands, Remembered, step_launches
+from dispatcher.backends.opencl.limits import Limits, limits_of, power_above
+from dispatcher.backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
+from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.stages import TILE_STAGES, render_stages
+from dispatcher.backends.opencl.tiles import round_up
 from dispatcher.interface import PlannedLaunch, Tensors
-from dispatcher.operator import Operator
-from dispatcher.planner import Segment, plan
-from dispatcher.steps import ConvTranspose3d, Pointwise, Pool, Step
+from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Pool, Step
+from dispatcher.plan.planner import Segment, plan
+from dispatcher.problem.operator import Operator
 
 SOURCE = "conv_transpose3d_tiled.cl"
 KERNEL = "conv_transpose3d_tiled"

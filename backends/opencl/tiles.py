@@ -15,7 +15,7 @@ from importlib.resources import files
 from itertools import product
 
 from dispatcher.errors import InputError
-from dispatcher.geometry import AxisGeometry, ConvGeometry
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -354,7 +354,7 @@ class DeviceClass:
 @cache
 def device_classes() -> tuple[DeviceClass, ...]:
     """The shipped device classes."""
-    text = (files("backends.opencl") / "device_classes.json").read_text(encoding="utf-8")
+    text = (files("dispatcher.backends.opencl") / "device_classes.json").read_text(encoding="utf-8")
     return tuple(
         DeviceClass(
             entry["name"],

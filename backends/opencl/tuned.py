@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backends.opencl.options import Options
-from backends.opencl.tiles import Fold
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.tiles import Fold
 from dispatcher.errors import InputError
-from dispatcher.geometry import ConvGeometry
-from dispatcher.tuned import store, stored
+from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.timing.winners import store, stored
 
 #: Changes when the meaning of an option does; older results are then left alone.
 SCHEMA = 2

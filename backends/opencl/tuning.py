@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from backends.opencl import lines, tuned
-from backends.opencl.fusion import LineFusion, sort_epilogue
-from backends.opencl.options import Options
-from backends.opencl.runtime import OpenClRuntime
-from backends.opencl.tiles import Fold, device_class, winograd_rows
-from dispatcher.geometry import ConvGeometry
-from dispatcher.operator import Operator
-from dispatcher.planner import plan
-from dispatcher.steps import ConvTranspose3d
+from dispatcher.backends.opencl import lines, tuned
+from dispatcher.backends.opencl.fusion import LineFusion, sort_epilogue
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.tiles import Fold, device_class, winograd_rows
+from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.plan.planner import plan
+from dispatcher.problem.operator import Operator
 
 #: Boxes to measure for each algorithm and register tile: those with the least estimated work.
 BOXES = 3

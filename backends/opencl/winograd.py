@@ -24,8 +24,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from backends.opencl.tiles import LineLayout
-from dispatcher.geometry import AxisGeometry, AxisPhase
+from dispatcher.backends.opencl.tiles import LineLayout
+from dispatcher.ops.geometry import AxisGeometry, AxisPhase
 
 Row = tuple[Fraction, ...]
 

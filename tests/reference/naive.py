@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.operator import Operator
-from dispatcher.steps import (
+from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Operand,
@@ -26,6 +25,7 @@ from dispatcher.steps import (
     Step,
     TensorOperand,
 )
+from dispatcher.problem.operator import Operator
 
 Index = tuple[int, ...]
 

@@ -1,0 +1,559 @@
+"""Compiling an operator once and calling it many times."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dispatcher.call import tracing
+from dispatcher.device.memory import check_host_memory
+from dispatcher.device.selection import (
+    Choice,
+    FallbackWarning,
+    Request,
+    as_kernel_error,
+    choose,
+    first_usable,
+    parse_request,
+    warn_of_fallback,
+)
+from dispatcher.device.splitting import compile_within_memory, part_count
+from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
+from dispatcher.interface import Device, Timings
+from dispatcher.problem.arguments import (
+    Arguments,
+    IncompleteError,
+    TensorArgument,
+    bind_arguments,
+    check_options,
+    check_output,
+    describe_shape,
+    host_tensor,
+    snapshot,
+    sort_arguments,
+    tensor_argument,
+)
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import Operator, check_precision
+
+if TYPE_CHECKING:
+    from dispatcher.call.explanation import Explanation
+
+ProblemLike = str | Path | Mapping[str, Any] | Problem
+
+MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
+MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
+
+#: What a parent process had compiled, kept in its forked children.
+_left_behind: list[Any] = []
+
+#: Types of sizes and scalars whose type and repr say all there is to know.
+_PLAIN = (int, float, np.generic, tuple, list, type(None))
+
+
+def compile(
+    problem: ProblemLike,
+    *,
+    device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
+    precision: str = "fp32",
+    case: str | None = None,
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> CompiledOperator:
+    """Prepare a problem for calling it many times.
+
+    Args:
+        problem: a bundled problem's name, the path of a problem file, a mapping that stands for one, or a
+            loaded problem.
+        device: a device request such as ``auto``, ``opencl``, ``cuda:0`` or ``opencl:0,numpy``; without one,
+            the environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``.
+        devices: several devices, such as ``["opencl:0", "opencl:1"]``, instead of ``device``: each works on a
+            share of the batch that goes with its measured speed.
+        precision: ``fp32``, or ``tf32`` to allow 10-bit mantissas in matrix products.
+        case: a named case of the problem, whose numbers hold where nothing else gives one.
+        dtype: ``float16``, ``float32`` or ``float64``; without it, that of the tensors.
+        options: tuning choices for the backend.
+        **arguments: sizes, scalars, shorthands (``stride=2``) and tensors that are the same for every call.
+            Tensors are copied: what happens to the caller's array later makes no difference.
+
+    Returns:
+        The operator. It is compiled at once when every size is known, otherwise at the first call.
+
+    Raises:
+        InputError: an argument is wrong; see the message.
+        DeviceError: the device does not exist or cannot run the problem.
+        KernelError: a kernel did not build on the device that was named.
+    """
+    return CompiledOperator(
+        load_problem(problem),
+        device=device,
+        devices=devices,
+        precision=precision,
+        case=case,
+        dtype=dtype,
+        options=options,
+        arguments=arguments,
+    )
+
+
+def run(
+    problem: ProblemLike,
+    *,
+    device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
+    precision: str = "fp32",
+    output: Any = None,
+    case: str | None = None,
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    trace: str | Path | None = None,
+    **arguments: Any,
+) -> Any:
+    """Run a problem once.
+
+    Args:
+        problem: see :func:`compile`, as for every argument that is not listed here.
+        output: where to put the result: a writeable C-contiguous array of the right shape and dtype that
+            overlaps no input. Without it, a new array is made.
+        trace: a file to write what the call did to, in the format of Chrome's tracing.
+        **arguments: every tensor by parameter name, in any memory layout; sizes that the tensors do not show;
+            scalars. Sizes and scalars may come from their defaults or from ``case``.
+
+    Returns:
+        The result: ``output``, or a new C-contiguous array that shares no memory with the inputs.
+
+    Raises:
+        InputError: an argument is wrong; see the message.
+        DeviceError: the device does not exist or cannot run the problem.
+        KernelError: a kernel did not build or run on the device that was named.
+    """
+    if trace is not None and not isinstance(trace, str | os.PathLike):
+        raise InputError(f"trace is {trace!r}; expected the path of a file to write")
+    compiled = CompiledOperator(
+        load_problem(problem),
+        device=device,
+        devices=devices,
+        precision=precision,
+        case=case,
+        dtype=dtype,
+        options=options,
+        eager=False,
+    )
+    with tracing.recording(trace):
+        return compiled(output=output, **arguments)
+
+
+class _Program:
+    """One operator, the device that runs it, and the bound tensors as the device's backend takes them."""
+
+    def __init__(self, operator: Operator, choice: Choice, bound: Mapping[str, TensorArgument]) -> None:
+        self.operator = operator
+        self.choice = choice
+        self.dtype = np.dtype(operator.dtype)
+        self.failed: dict[str, DispatcherError] = {}
+        self.used = 0  # when it was last asked for, by the owner's clock
+        self.constants = {
+            name: host_tensor(tensor.array, self.dtype)
+            for name, tensor in bound.items()
+            if not tensor.on_device
+        }
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call whose arguments have been checked: run it as often as you like.
+
+    Attributes:
+        operator: what it computes.
+    """
+
+    operator: Operator
+    _compiled: CompiledOperator
+    _program: _Program
+    _tensors: Mapping[str, Any]
+    _output: Any
+
+    @property
+    def choice(self) -> Choice:
+        """The device that runs it, and those passed over."""
+        return self._program.choice
+
+    def __call__(self, output: Any = None, timings: Timings | None = None) -> Any:
+        """Run it and wait for the result.
+
+        Args:
+            output: where to put the result; see :func:`run`.
+            timings: filled in by the backend when given.
+
+        Raises:
+            InputError: ``output`` is not as it should be.
+            KernelError: the device failed, and no other one may take its place.
+        """
+        output = self._output if output is None else output
+        return self._compiled._execute(self._program, self._tensors, output, timings)
+
+
+class CompiledOperator:
+    """A problem, ready to be called: ``compiled(input=x, kernel=w)``. Made by :func:`compile`.
+
+    It may be called from several threads, and with tensors of different shapes: each operator that results is
+    compiled once and kept, the least recently used ones being dropped when there are many.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        device: str | Device | None = None,
+        devices: Sequence[str | Device] | None = None,
+        precision: str = "fp32",
+        case: str | None = None,
+        dtype: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        eager: bool = True,
+    ) -> None:
+        """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
+        check_precision(precision)
+        check_options(options)
+        self._problem = problem
+        self._request: Request = parse_request(device, devices)
+        self._settings: dict[str, Any] = {"case": case, "dtype": _dtype_name(dtype), "precision": precision}
+        self._options = dict(options or {})
+        sorted_arguments = sort_arguments(problem, arguments or {})
+        if sorted_arguments.output is not None:
+            raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
+        self._bound = Arguments(
+            sorted_arguments.sizes,
+            sorted_arguments.scalars,
+            {name: snapshot(tensor) for name, tensor in sorted_arguments.tensors.items()},
+        )
+        self._tensor_names = {tensor.name: None for tensor in problem.tensors}
+        self._output_name = problem.output.name
+        self._lock = threading.RLock()
+        self._clock = itertools.count()
+        self._programs: dict[tuple[Any, ...], _Program] = {}
+        self._signatures: dict[tuple[Any, ...], _Program] = {}
+        self._last: _Program | None = None
+        self._first: tuple[Device, tuple[tuple[str, str], ...]] | None = None
+        self._process = os.getpid()
+        if eager:
+            try:
+                operator = bind_arguments(problem, self._bound, **self._settings)
+            except IncompleteError:
+                if self._request.named:
+                    self._next_in_line()
+            else:
+                self._last = self._program(operator)
+
+    # ---- what it is ----------------------------------------------------------------------------------------
+    @property
+    def problem(self) -> Problem:
+        """What it computes."""
+        return self._problem
+
+    @property
+    def device(self) -> Device:
+        """The device of the latest call; before the first one, the device that is next in line.
+
+        Raises:
+            DeviceError: no device of the request is usable.
+        """
+        return self._next_in_line()[0] if self._last is None else self._last.choice.device
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """(device or backend, reason) of each one that was preferred to :attr:`device` and passed over."""
+        return self._next_in_line()[1] if self._last is None else self._last.choice.skipped
+
+    def _next_in_line(self) -> tuple[Device, tuple[tuple[str, str], ...]]:
+        if self._first is None:
+            self._first = first_usable(self._request)
+        return self._first
+
+    def __repr__(self) -> str:
+        where = self._request.text if self._last is None else self._last.choice.device.id
+        return f"<CompiledOperator {self._problem.name} on {where}>"
+
+    def explain(self, **arguments: Any) -> Explanation:
+        """What a call with these arguments does, and why; without arguments, what the latest call did.
+
+        Raises:
+            IncompleteError: a size has no value yet.
+        """
+        from dispatcher.call.explanation import explain_choice
+
+        program = self._last
+        if arguments or program is None:
+            merged = self._bound.updated(sort_arguments(self._problem, arguments))
+            program = self._program(bind_arguments(self._problem, merged, **self._settings))
+        return explain_choice(program.operator, program.choice)
+
+    # ---- calling it ----------------------------------------------------------------------------------------
+    def __call__(self, *, output: Any = None, **arguments: Any) -> Any:
+        """Run the operator; the arguments are those of :func:`run`, by name."""
+        program, tensors, output = self._analyse(output, arguments)
+        return self._execute(program, tensors, output, None)
+
+    def prepare(self, *, output: Any = None, **arguments: Any) -> PreparedCall:
+        """Check the arguments, choose the device and compile, but do not run yet. For measuring."""
+        program, tensors, output = self._analyse(output, arguments)
+        return PreparedCall(program.operator, self, program, tensors, output)
+
+    def _analyse(self, output: Any, arguments: Mapping[str, Any]) -> tuple[_Program, dict[str, Any], Any]:
+        """The program for these arguments, the tensors that are not bound yet, and the output.
+
+        The analysis is remembered by shapes, dtypes and numbers, so that a repeated call only looks it up.
+        """
+        self._mind_forks()
+        names = self._tensor_names
+        tensors: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        signature: list[Any] = []
+        plain = True
+        for name, value in arguments.items():
+            if name in names:
+                if type(value) is np.ndarray:
+                    tensors[name] = value
+                    signature.append((name, value.shape, value.dtype))
+                elif value is not None:
+                    tensors[name] = tensor = tensor_argument(name, value)
+                    signature.append((name, tensor.shape, tensor.dtype, tensor.on_device))
+            elif name == self._output_name:
+                if output is not None and value is not None:
+                    raise InputError(f"output and {name} both name the result; give one of them")
+                output = value if output is None else output
+            else:
+                others[name] = value
+                plain = plain and isinstance(value, _PLAIN)
+                signature.append((name, type(value), repr(value)))  # repr tells 0.0 from -0.0
+        key = tuple(signature) if plain else None
+        program = None if key is None else self._signatures.get(key)
+        if program is None:
+            program = self._learn(key, {**tensors, **others})
+        program.used = next(self._clock)
+        self._last = program
+        return program, tensors, output
+
+    def _mind_forks(self) -> None:
+        """Start anew in a child process that was made by fork.
+
+        A lock may be held by a thread that is gone, and no device works on. What the parent had compiled
+        stays in memory: releasing it could hang.
+        """
+        if self._process == os.getpid():
+            return
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        _left_behind.append((self._programs, self._last))
+        last = self._last
+        self._programs, self._signatures, self._last, self._first = {}, {}, None, None
+        if last is not None and last.choice.device.kind != "reference" and not self._request.named:
+            warnings.warn(
+                f"{last.choice.device.id} does not survive a fork of the process; the next device is tried",
+                FallbackWarning,
+                stacklevel=4,
+            )
+
+    def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
+        """Analyse a call and remember the result under ``key``.
+
+        Raises:
+            InputError: a tensor is missing, or an argument is wrong.
+        """
+        merged = self._bound.updated(sort_arguments(self._problem, arguments))
+        for tensor in self._problem.tensors:
+            if tensor.name not in merged.tensors:
+                raise InputError(
+                    f"tensor {tensor.name} is missing; expected an array of shape {describe_shape(tensor)}"
+                )
+        program = self._program(bind_arguments(self._problem, merged, **self._settings))
+        if key is not None:
+            with self._lock:
+                if len(self._signatures) >= MAX_SIGNATURES:
+                    self._signatures.clear()
+                self._signatures[key] = program
+        return program
+
+    def _program(self, operator: Operator) -> _Program:
+        """The compiled form of ``operator``, made when there is none."""
+        key = (*operator.key, *(repr(value) for value in operator.scalars.values()))
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None:
+                with tracing.span("compile", problem=operator.problem.name):
+                    choice = choose(operator, self._request, self._options)
+                program = _Program(operator, choice, self._bound.tensors)
+                if len(self._programs) >= MAX_PROGRAMS:
+                    dropped = self._programs.pop(min(self._programs, key=lambda k: self._programs[k].used))
+                    self._signatures = {k: p for k, p in self._signatures.items() if p is not dropped}
+                self._programs[key] = program
+            program.used = next(self._clock)
+            return program
+
+    def _execute(
+        self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None
+    ) -> Any:
+        """Run ``program``, moving on to the next device where the request allows that.
+
+        Args:
+            program: what to run.
+            tensors: the caller's tensors that are not bound, unconverted.
+            output: the caller's result array, or None.
+            timings: for the backend to fill in.
+        """
+        operator = program.operator
+        if self._process != os.getpid():
+            self._mind_forks()
+            program = self._program(operator)
+        if output is not None:
+            sources = {**self._bound.tensors, **tensors}
+            sources = {name: _array(tensor) for name, tensor in sources.items()}
+            check_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
+        while True:
+            choice = program.choice
+            if output is not None and not isinstance(output, np.ndarray) and not _takes_device_arrays(choice):
+                raise InputError(
+                    f"{self._output_name} lives on a CUDA device, and {choice.device.id} makes arrays in "
+                    "host memory; give a NumPy array, or choose device='cuda'"
+                )
+            if choice.executable is None:
+                return np.empty(operator.output_shape, operator.dtype) if output is None else output
+            inputs = self._inputs(program, choice, tensors)
+            on_host = all(
+                isinstance(array, np.ndarray) for array in inputs.values()
+            )  # where the result will be
+            check_host_memory(operator, choice.device, output is None and on_host)
+            trace = tracing.current()
+            if trace is not None and timings is None:
+                timings = Timings()
+            start = time.perf_counter()
+            try:
+                result = choice.executable(inputs, output, timings)
+                if trace is not None and timings is not None:
+                    trace.add_call(choice.device.id, start, timings)
+                    trace.add("call", start, time.perf_counter() - start, detail={"device": choice.device.id})
+                return _checked_result(operator, choice, inputs, output, result)
+            except InputError:
+                raise
+            except Exception as error:
+                arrays = [array for array in (*inputs.values(), output) if array is not None]
+                splittable = all(isinstance(array, np.ndarray) for array in arrays)
+                if not (splittable and isinstance(error, DeviceMemoryError) and self._split(program, choice)):
+                    self._move_on(program, choice, error)
+
+    def _inputs(self, program: _Program, choice: Choice, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Every tensor as the backend takes it, in the order of the parameters."""
+        inputs: dict[str, Any] = {}
+        for name in self._tensor_names:
+            if name not in tensors and name in program.constants:
+                inputs[name] = program.constants[name]
+                continue
+            array = _array(tensors[name] if name in tensors else self._bound.tensors[name])
+            if type(array) is np.ndarray:
+                inputs[name] = host_tensor(array, program.dtype)
+            elif _takes_device_arrays(choice):
+                inputs[name] = array
+            else:
+                inputs[name] = host_tensor(_to_host(name, array, choice.device), program.dtype)
+        return inputs
+
+    def _split(self, program: _Program, choice: Choice) -> bool:
+        """After an out-of-memory, let ``program`` work on smaller parts of the batch; False if it cannot."""
+        if choice.executable is None:
+            return False
+        operator, device = program.operator, choice.device
+        with self._lock:
+            if program.choice is choice:  # else another thread has done it already
+                parts = 2 * part_count(choice.executable)
+                try:
+                    finer = compile_within_memory(choice.backend, operator, device, self._options, parts)
+                except DeviceMemoryError:
+                    return False
+                program.choice = replace(choice, executable=finer)
+        return True
+
+    def _move_on(self, program: _Program, choice: Choice, error: Exception) -> None:
+        """Give ``program`` the next device after a failed run.
+
+        Raises:
+            KernelError: the device was named, or no other one is left.
+        """
+        operator, device = program.operator, choice.device
+        failure = as_kernel_error(error, operator, device, "run")
+        if self._request.named:
+            if failure is error:
+                raise error
+            raise failure from error
+        with self._lock:
+            if program.choice is choice:  # else another thread has done it already
+                program.failed[device.id] = failure
+                program.choice = choose(operator, self._request, self._options, program.failed)
+                warn_of_fallback(operator, device, failure)
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        return str(dtype)
+
+
+def _array(value: Any) -> Any:
+    return value.array if isinstance(value, TensorArgument) else value
+
+
+def _takes_device_arrays(choice: Choice) -> bool:
+    return bool(getattr(choice.backend, "device_arrays", False))
+
+
+def _to_host(name: str, array: Any, device: Device) -> np.ndarray:
+    try:
+        return np.asarray(array)
+    except Exception as error:  # CuPy raises a TypeError, others what they like
+        raise InputError(
+            f"tensor {name} lives on a CUDA device, and {device.id} takes arrays in host memory; "
+            "copy it to the host, or choose device='cuda'"
+        ) from error
+
+
+def _checked_result(
+    operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any
+) -> Any:
+    """The backend's result, or a copy of it where it is not an array of its own in C order.
+
+    Raises:
+        KernelError: it is not what the operator makes.
+    """
+    if output is not None:
+        if result is not output:
+            raise KernelError(f"{choice.device.id} returned another array than the output it was given")
+        return output
+    if not isinstance(result, np.ndarray):
+        if hasattr(result, "__cuda_array_interface__"):
+            return result
+        raise KernelError(f"{choice.device.id} returned {type(result).__name__}; expected an array")
+    if result.shape != operator.output_shape or result.dtype != operator.dtype:
+        raise KernelError(
+            f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
+            f"expected {operator.dtype} of shape {operator.output_shape}"
+        )
+    shares = any(
+        isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values()
+    )
+    return result.copy(order="C") if shares or not result.flags.c_contiguous else result

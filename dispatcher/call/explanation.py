@@ -1,0 +1,246 @@
+"""What a call does and why: the geometry, the work, the device chosen and the launches it makes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dispatcher.call.compiled import CompiledOperator, ProblemLike
+from dispatcher.device.selection import Choice
+from dispatcher.interface import Device, PlannedLaunch
+from dispatcher.ops.geometry import AxisGeometry
+from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator
+
+MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
+
+
+@dataclass(frozen=True)
+class PhaseGroup:
+    """Phases of a convolution that have the same size, as matrix products over all groups of channels.
+
+    Attributes:
+        phases: how many there are.
+        taps: kernel positions that take part, ``(depth, height, width)``.
+        gemm_m: output voxels of one phase, the whole batch together.
+        gemm_n: output channels of a group.
+        gemm_k: products that one output adds up: input channels of a group times taps.
+    """
+
+    phases: int
+    taps: tuple[int, int, int]
+    gemm_m: int
+    gemm_n: int
+    gemm_k: int
+
+
+@dataclass(frozen=True)
+class ConvolutionPlan:
+    """The geometry of one convolution.
+
+    Attributes:
+        input_shape: ``(N, IC, ID, IH, IW)``.
+        weight_shape: ``(IC, OC/groups, KD, KH, KW)``.
+        output_shape: ``(N, OC, OD, OH, OW)``.
+        axes: depth, height, width.
+        groups: independent groups of channels.
+        flops: floating-point operations.
+        phase_groups: its phases; empty ones are left out, and all of them when a stride is above
+            :data:`MAX_STRIDE`.
+    """
+
+    input_shape: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    axes: tuple[AxisGeometry, AxisGeometry, AxisGeometry]
+    groups: int
+    flops: int
+    phase_groups: tuple[PhaseGroup, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Made by :func:`explain` and by ``CompiledOperator.explain``.
+
+    Attributes:
+        operator: what is computed.
+        device: the device that was chosen.
+        skipped: (device or backend, reason) of each one that was preferred and passed over.
+        convolutions: the geometry of each convolution, in order.
+        launches: what one call launches, in order; empty for an empty batch.
+    """
+
+    operator: Operator
+    device: Device
+    skipped: tuple[tuple[str, str], ...]
+    convolutions: tuple[ConvolutionPlan, ...]
+    launches: tuple[PlannedLaunch, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, texts and numbers, ready for JSON."""
+        operator = self.operator
+        return {
+            **operator_dict(operator),
+            "device": device_dict(self.device),
+            "skipped": skipped_list(self.skipped),
+            "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
+            "launches": [
+                {
+                    "name": launch.name,
+                    "steps": list(launch.steps),
+                    "algorithm": launch.algorithm,
+                    "detail": dict(launch.detail),
+                    "note": launch.note,
+                }
+                for launch in self.launches
+            ],
+        }
+
+
+def explain(
+    problem: ProblemLike,
+    *,
+    device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
+    precision: str = "fp32",
+    case: str | None = None,
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say what a call would do. The operator is compiled, but not run.
+
+    The arguments are those of :func:`dispatcher.compile`. Sizes may be given instead of tensors.
+
+    Raises:
+        InputError: an argument is wrong, or a size has no value.
+        DeviceError: the device does not exist or cannot run the problem.
+        KernelError: a kernel did not build on the device that was named.
+    """
+    compiled = CompiledOperator(
+        load_problem(problem),
+        device=device,
+        devices=devices,
+        precision=precision,
+        case=case,
+        dtype=dtype,
+        options=options,
+        eager=False,
+    )
+    return compiled.explain(**arguments)
+
+
+def explain_choice(operator: Operator, choice: Choice) -> Explanation:
+    """The explanation of ``operator`` on the device that was chosen for it."""
+    return Explanation(
+        operator,
+        choice.device,
+        choice.skipped,
+        tuple(_convolution_plan(step) for step in operator.convolutions),
+        () if choice.executable is None else tuple(choice.executable.launches),
+    )
+
+
+def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
+    geometry = step.geometry
+    listed = all(axis.stride <= MAX_STRIDE for axis in geometry.axes)
+    # Phases of an axis that have the same number of outputs and taps, and how many there are of each kind.
+    kinds = [
+        Counter((phase.count, len(phase.taps)) for phase in axis.phases if phase.count) if listed else {}
+        for axis in geometry.axes
+    ]
+    groups: Counter[tuple[tuple[int, int, int], int]] = Counter()
+    for (d, n_d), (h, n_h), (w, n_w) in itertools.product(*(kind.items() for kind in kinds)):
+        groups[(d[1], h[1], w[1]), geometry.batch * d[0] * h[0] * w[0]] += n_d * n_h * n_w
+    return ConvolutionPlan(
+        geometry.input_shape,
+        geometry.weight_shape,
+        geometry.output_shape,
+        geometry.axes,
+        geometry.groups,
+        geometry.flops,
+        tuple(
+            PhaseGroup(
+                phases,
+                taps,
+                gemm_m,
+                geometry.out_channels // geometry.groups,
+                geometry.in_channels // geometry.groups * math.prod(taps),
+            )
+            for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
+        ),
+    )
+
+
+# ---- as plain data -----------------------------------------------------------------------------------------
+def device_dict(device: Device) -> dict[str, Any]:
+    """A device, ready for JSON."""
+    return {
+        "id": device.id,
+        "backend": device.backend,
+        "index": device.index,
+        "name": device.name,
+        "kind": device.kind,
+        "available": device.available,
+        "reason": device.reason,
+        "facts": dict(device.facts),
+    }
+
+
+def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """Devices passed over, ready for JSON."""
+    return [{"device": label, "reason": reason} for label, reason in skipped]
+
+
+def operator_dict(operator: Operator) -> dict[str, Any]:
+    """What an operator computes, ready for JSON."""
+    return {
+        "problem": operator.problem.name,
+        "title": operator.problem.title,
+        "dtype": operator.dtype,
+        "precision": operator.precision,
+        "sizes": dict(operator.sizes),
+        "scalars": dict(operator.scalars),
+        "tensor_shapes": {name: list(shape) for name, shape in operator.tensor_shapes.items()},
+        "output_shape": list(operator.output_shape),
+        "flops": operator.flops,
+        "ideal_bytes": operator.ideal_bytes,
+    }
+
+
+def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
+    return {
+        "input_shape": list(plan.input_shape),
+        "weight_shape": list(plan.weight_shape),
+        "output_shape": list(plan.output_shape),
+        "groups": plan.groups,
+        "flops": plan.flops,
+        "axes": [
+            {
+                "name": axis.name,
+                "input": axis.input,
+                "kernel": axis.kernel,
+                "stride": axis.stride,
+                "padding": axis.padding,
+                "output_padding": axis.output_padding,
+                "dilation": axis.dilation,
+                "output": axis.output,
+            }
+            for axis in plan.axes
+        ],
+        "phase_groups": [
+            {
+                "phases": group.phases,
+                "taps": list(group.taps),
+                "gemm_m": group.gemm_m,
+                "gemm_n": group.gemm_n,
+                "gemm_k": group.gemm_k,
+            }
+            for group in plan.phase_groups
+        ],
+    }

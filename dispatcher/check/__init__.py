@@ -1,0 +1,1 @@
+"""Judging results: input sets, error bounds, comparisons, and kernels that users wrote."""

@@ -1,0 +1,399 @@
+"""Random input tensors, the same bytes on every machine.
+
+Each tensor has a generator of its own, made from the seed and the tensor's name, so that it depends neither
+on the other tensors nor on the order in which they are made. Only the raw bits come from NumPy (whose bit
+generators never change their output); the rest is a handful of operations that IEEE arithmetic defines
+exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dispatcher.errors import InputError
+from dispatcher.ops.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    TensorOperand,
+)
+from dispatcher.problem.operator import Operator
+
+Role = Literal["data", "weight", "factor", "term"]
+
+#: Pointwise functions that are built on an exponential, which overflows.
+_EXPONENTIAL = ("gelu", "sigmoid", "tanh", "silu", "softplus")
+
+
+# ---- the sets and where they are meaningful ----------------------------------------------------------------
+def _everywhere(operator: Operator) -> bool:
+    return True
+
+
+def _nowhere(operator: Operator) -> bool:
+    return False
+
+
+def _normalizes(operator: Operator) -> bool:
+    return any(isinstance(step, Normalize) for step in operator.steps)
+
+
+def _has_exponentials(operator: Operator) -> bool:
+    """Is there an exponential of a value whose size the inputs decide, that is, before any normalisation?"""
+    for step in operator.steps:
+        match step:
+            case Normalize():
+                return False
+            case Softmax() | Reduce(function="log_sum_exp"):
+                return True
+            case Pointwise() if step.function in _EXPONENTIAL:
+                return True
+    return False
+
+
+def _divides(operator: Operator) -> bool:
+    """Does a step divide by a statistic of its input?"""
+    return any(
+        isinstance(step, Normalize | Softmax) or (isinstance(step, Reduce) and step.function == "log_sum_exp")
+        for step in operator.steps
+    )
+
+
+def _takes_maxima(operator: Operator) -> bool:
+    return any(isinstance(step, Pool | Reduce) and step.function == "max" for step in operator.steps)
+
+
+def _saturates(operator: Operator) -> bool:
+    """Does a step make one constant of all large values?"""
+    return any(
+        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.function == "clamp")
+        for step in operator.steps
+    )
+
+
+def _exact(operator: Operator) -> bool:
+    """Are all sums and means of small integers exact, in whatever order they are taken?"""
+    for step in operator.steps:
+        match step:
+            case ConvTranspose3d() | Pool(function="max") | Reduce(function=("sum" | "max")):
+                continue
+            case Pool():
+                count = math.prod(step.window)
+                if count & (count - 1):  # a mean over a power of two is exact
+                    return False
+            case Pointwise(function=("add" | "subtract" | "scale" | "clamp" | "relu")):
+                scalars = [x.value for x in step.arguments if isinstance(x, ScalarOperand)]
+                if any(math.isfinite(scalar) and scalar != round(scalar) for scalar in scalars):
+                    return False
+            case _:
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """One way to fill the input tensors.
+
+    Attributes:
+        looks: what the elements look like.
+        reason: which faults it shows.
+        where: the pipelines on which it shows something, in words.
+        meaningful: the same as a function of the operator.
+    """
+
+    looks: str
+    reason: str
+    where: str
+    meaningful: Callable[[Operator], bool]
+
+
+#: Every set by name. The first is the one that stands for all where only one can be afforded.
+INPUT_SETS: dict[str, InputSet] = {
+    "signed": InputSet(
+        "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
+        "no two outputs are alike, a clamp to [0, 1] is active at both ends, rows have a real variance",
+        "everywhere",
+        _everywhere,
+    ),
+    "graded": InputSet(
+        "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
+        "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
+        "everywhere",
+        _everywhere,
+    ),
+    "large_mean": InputSet(
+        "like signed, on top of a mean that is large compared with the spread",
+        "cancellation, such as a variance as E[x^2] - E[x]^2; sums whose terms all have one sign",
+        "no clamp and no softmax, which make a constant of it",
+        lambda operator: not _saturates(operator),
+    ),
+    "large": InputSet(
+        "like signed, with weights 256 times as large",
+        "exponentials that overflow, such as a softmax that does not subtract the maximum",
+        "an exponential with no normalisation before it",
+        _has_exponentials,
+    ),
+    "small": InputSet(
+        "like signed, with weights and terms 256 times as small",
+        "a wrong eps: it is of the size of the variance here",
+        "a normalisation",
+        _normalizes,
+    ),
+    "negative": InputSet(
+        "positive data and negative weights and terms, so that the convolution's output is negative",
+        "maxima that start from zero, or from padding with zeros",
+        "a maximum",
+        _takes_maxima,
+    ),
+    "constant": InputSet(
+        "every element of a tensor is the same",
+        "a division by a variance of zero; equal terms, whose roundings add up",
+        "a normalisation, softmax or log-sum-exp",
+        _divides,
+    ),
+    "integers": InputSet(
+        "integers from -3 to 3, so that sums are exact in float32",
+        "wrong indices, apart from any rounding: a direct sum has an error of 0, a fault one of 1 or more",
+        "a pipeline that is exact on integers",
+        _exact,
+    ),
+    "denormal": InputSet(
+        "like signed, with the pipeline's input below the smallest normal number",
+        "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
+        "everywhere",
+        _everywhere,
+    ),
+    "one_nan": InputSet(
+        "like signed, with one NaN at a random place in the middle half of the pipeline's input",
+        "NaN that is dropped (fmax, fmin, clamp) or that spreads to outputs it does not reach",
+        "everywhere",
+        _everywhere,
+    ),
+    "one_inf": InputSet(
+        "like signed, with one plus infinity at a random place in the middle half of the pipeline's input",
+        "infinities that become NaN or large numbers, or that spread (transforms, masks that multiply by 0)",
+        "everywhere",
+        _everywhere,
+    ),
+    "uniform": InputSet(
+        "uniform in [0, 1)",
+        "nothing: it hides many faults (a clamp to [0, 1] saturates) and is for timing only",
+        "nowhere",
+        _nowhere,
+    ),
+}
+
+
+def meaningful_sets(operator: Operator) -> tuple[str, ...]:
+    """The names of the sets that show something about ``operator``, in the order of :data:`INPUT_SETS`."""
+    return tuple(name for name, inputs in INPUT_SETS.items() if inputs.meaningful(operator))
+
+
+# ---- making them -------------------------------------------------------------------------------------------
+_BLOCK = 1 << 16  # elements made at once
+_GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
+
+
+def check_seed(seed: Any) -> int:
+    """Return ``seed`` as an int.
+
+    Raises:
+        InputError: it is not an integer, or not in ``0 <= seed < 2**64``.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**64:
+        raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1")
+    return int(seed)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a tensor is used for, and the factor that brings bell-shaped numbers to the right spread."""
+
+    role: Role
+    spread: float
+
+
+def _uses(operator: Operator) -> dict[str, _Use]:
+    """How the pipeline uses each tensor; where it uses one in several ways, the first counts."""
+    uses = {operator.source: _Use("data", 1.0)}
+    deviations = [1.0]  # roughly, of each value of the pipeline
+    for step in operator.steps:
+        deviation = deviations[step.source]
+        match step:
+            case ConvTranspose3d():
+                geometry = step.geometry
+                strides = math.prod(axis.stride for axis in geometry.axes)
+                in_group = geometry.in_channels // geometry.groups
+                products = max(in_group, in_group * geometry.kernel_volume / strides)  # a voxel, on average
+                uses.setdefault(step.weight.name, _Use("weight", 1.0 / (deviation * math.sqrt(products))))
+                if step.bias is not None:
+                    uses.setdefault(step.bias.name, _Use("term", 0.5))
+                deviation = 1.0
+            case Normalize():
+                if step.weight is not None:
+                    uses.setdefault(step.weight.name, _Use("factor", 1.0))
+                if step.bias is not None:
+                    uses.setdefault(step.bias.name, _Use("term", 0.5))
+                deviation = 1.0
+            case Pointwise():
+                role: Role = "factor" if step.function == "scale" else "term"
+                for operand in step.arguments:
+                    if isinstance(operand, TensorOperand):
+                        uses.setdefault(operand.name, _Use(role, 1.0 if role == "factor" else 0.5))
+            case Pool(function="avg"):
+                deviation /= math.sqrt(math.prod(step.window))
+        deviations.append(deviation)
+    return uses
+
+
+Fields = NDArray[np.uint16]  # (n, 4) random 16-bit fields, four for each element
+
+
+def _bell(fields: Fields, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Numbers with mean 0, standard deviation 1 and both signs.
+
+    The sum of four uniform numbers is close to normal, and bounded by 3.5.
+    """
+    total = fields[:, 0].astype(np.int32)
+    for column in range(1, 4):
+        total += fields[:, column]
+    total -= 2 * 65535
+    bell = total.astype(dtype)
+    bell *= dtype.type(math.sqrt(3.0) / 65536.0)
+    return bell
+
+
+def _signed(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    bell = _bell(fields, dtype)
+    if use.role == "factor":
+        bell += np.copysign(dtype.type(0.5), bell)  # a factor near zero would hide what it multiplies
+    bell *= dtype.type(use.spread)
+    return bell
+
+
+def _integers(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    integers = (fields[:, 0] % 7).astype(dtype)
+    integers -= dtype.type(3)
+    return integers
+
+
+def _uniform(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # 24 bits, so that float32 holds them exactly and never rounds up to 1.
+    uniform = ((fields[:, 0].astype(np.int32) << 8) + (fields[:, 1] >> 8)).astype(dtype)
+    uniform *= dtype.type(2.0**-24)
+    return uniform
+
+
+def _large_mean(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if use.role not in ("data", "weight"):
+        return _signed(fields, use, dtype)
+    bell = _bell(fields, dtype)
+    if use.role == "data":
+        bell += dtype.type(1000)
+    else:  # nearly equal weights, so that the mean is common to all channels
+        bell *= dtype.type(1 / 128)
+        bell += dtype.type(1)
+        bell *= dtype.type(use.spread)
+    return bell
+
+
+def _negative(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if use.role == "factor":
+        return _signed(fields, use, dtype)
+    bell: NDArray[Any] = np.abs(_bell(fields, dtype))
+    bell += dtype.type(0.25)
+    bell *= dtype.type(use.spread if use.role == "data" else -use.spread)
+    return bell
+
+
+def _constant(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # A power of two, so that sums are exact however they are taken.
+    constant: NDArray[Any] = np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+    return constant
+
+
+#: What makes the elements of a set; of one that is not here, :func:`_signed`, and :func:`_finish` the rest.
+_MAKERS: dict[str, Callable[[Fields, _Use, np.dtype[Any]], NDArray[Any]]] = {
+    "integers": _integers,
+    "uniform": _uniform,
+    "large_mean": _large_mean,
+    "negative": _negative,
+    "constant": _constant,
+}
+
+
+def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
+    """Make every input tensor of ``operator``.
+
+    Args:
+        operator: gives names, shapes, dtype, and what each tensor is used for.
+        seed: ``0 <= seed < 2**64``.
+        kind: one of :data:`INPUT_SETS`.
+
+    Returns:
+        C-contiguous arrays of the operator's dtype by name, in the order of the problem's parameters.
+
+    Raises:
+        InputError: ``seed`` or ``kind`` is not as it should be.
+    """
+    seed = check_seed(seed)
+    if kind not in INPUT_SETS:
+        raise InputError(f"kind is {kind!r}; expected one of {', '.join(INPUT_SETS)}")
+    uses = _uses(operator)
+    tensors: dict[str, np.ndarray] = {}
+    for name, shape in operator.tensor_shapes.items():
+        use = uses.get(name, _Use("term", 0.5))
+        tensors[name] = _tensor(shape, np.dtype(operator.dtype), use, seed, name, kind)
+        _finish(tensors[name], use, kind)
+    data = tensors[operator.source]
+    if kind in ("one_nan", "one_inf") and data.size:
+        data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
+    return tensors
+
+
+def _tensor(
+    shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str
+) -> np.ndarray:
+    """One tensor of ``shape``; float16 is rounded from float32."""
+    generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+    working = np.dtype(np.float32) if dtype == np.float16 else dtype
+    make = _MAKERS.get(kind, _signed)
+    result = np.empty(shape, dtype)
+    flat = result.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        count = min(_BLOCK, flat.size - start)
+        fields = generator.random_raw(count).astype("<u8", copy=False).view("<u2").reshape(count, 4)
+        flat[start : start + count] = make(fields, use, working)
+    return result
+
+
+def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
+    """Multiply a signed tensor, in place, by the powers of two that its set asks for."""
+    dtype = tensor.dtype.type
+    match kind, use.role:
+        case "denormal", "data":
+            tensor *= dtype(np.finfo(dtype).tiny / 8)
+        case "graded", "data":
+            depth, height, width = np.ogrid[tuple(slice(extent) for extent in tensor.shape[2:])]
+            tensor *= np.ldexp(dtype(1), -((depth + height + width) % _GRADES))
+        case "large", "weight":
+            tensor *= dtype(256)
+        case "small", ("weight" | "term"):
+            tensor *= dtype(1 / 256)
+
+
+def _middle_place(shape: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """A random place in the middle half of each axis, which no pool in floor mode leaves out."""
+    generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(b"the odd element")))
+    return tuple(extent // 4 + int(generator.random_raw()) % max(1, extent // 2) for extent in shape)

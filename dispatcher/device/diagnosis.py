@@ -1,0 +1,156 @@
+"""What keeps devices from working, and what would mend it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dispatcher import registry
+from dispatcher.call.explanation import device_dict
+from dispatcher.device import selftest
+from dispatcher.device.filecache import cache_root
+from dispatcher.device.memory import available_bytes
+from dispatcher.device.selection import ENVIRONMENT, describe, devices
+from dispatcher.interface import Device, Finding
+
+LITTLE_MEMORY = 2 << 30
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What :func:`doctor` found.
+
+    Attributes:
+        findings: everything that was looked at, with a verdict each.
+        devices: every device of every backend.
+        working: the devices, beside the reference, that passed their self-test, or that are usable where
+            self-tests are switched off.
+    """
+
+    findings: tuple[Finding, ...]
+    devices: tuple[Device, ...]
+    working: tuple[Device, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, texts and numbers, ready for JSON."""
+        return {
+            "working": [device.id for device in self.working],
+            "findings": [
+                {
+                    "topic": finding.topic,
+                    "subject": finding.subject,
+                    "verdict": finding.verdict,
+                    "detail": finding.detail,
+                    "remedy": finding.remedy,
+                }
+                for finding in self.findings
+            ],
+            "devices": [device_dict(device) for device in self.devices],
+        }
+
+
+def doctor(*, retest: bool = False) -> Diagnosis:
+    """Look at this machine: what there is, what works, and what would mend the rest.
+
+    Args:
+        retest: try every device out again, whatever is known from earlier.
+
+    Raises:
+        InputError: the environment variable that configures self-tests makes no sense.
+    """
+    found = devices(retest=retest)  # first: looking for them finds out which runtimes are best left out
+    findings = [*_package(), *_host()]
+    for name, module in registry.BACKENDS.items():
+        findings += _backend(name, module)
+    findings += [_device(device) for device in found]
+    working = tuple(device for device in found if device.kind != "reference" and _works(device))
+    if not working:
+        findings.append(
+            Finding(
+                "devices",
+                "acceleration",
+                "problem",
+                "no accelerated device works; everything runs on NumPy",
+                "mend one of the problems above",
+            )
+        )
+    return Diagnosis(tuple(findings), tuple(found), working)
+
+
+def _package() -> Iterator[Finding]:
+    from dispatcher import __version__
+
+    yield Finding("package", "kernel-dispatcher", "ok", __version__)
+    yield Finding("package", "Python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("package", "NumPy", "ok", np.__version__)
+    if selftest.time_limit_s() is None:
+        detail = f"are switched off: {selftest.VARIABLE} is {os.environ[selftest.VARIABLE]!r}"
+        yield Finding("package", "self-tests", "note", detail, f"unset {selftest.VARIABLE}")
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        yield Finding("package", ENVIRONMENT, "note", f"is {named!r}: used where no device is named")
+
+
+def _host() -> Iterator[Finding]:
+    folder = cache_root()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        yield Finding("host", "cache folder", "ok", str(folder))
+    except OSError as error:
+        yield Finding(
+            "host",
+            "cache folder",
+            "problem",
+            f"{folder} cannot be written to ({error.strerror}), so devices are tested and kernels compiled "
+            "anew in every process",
+            "set XDG_CACHE_HOME to a folder that can be written to",
+        )
+    available = available_bytes()
+    if available is None:
+        yield Finding("host", "memory", "note", "this system does not say how much is available")
+    elif available < LITTLE_MEMORY:
+        yield Finding(
+            "host", "memory", "note", f"only {available / 2**30:.1f} GiB are available", "end other programs"
+        )
+    else:
+        yield Finding("host", "memory", "ok", f"{available / 2**30:.1f} GiB are available")
+
+
+def _backend(name: str, module: str) -> list[Finding]:
+    """What a backend's module ``diagnosis`` finds, where it has one."""
+    try:
+        if importlib.util.find_spec(f"{module}.diagnosis") is None:
+            return []
+        return list(importlib.import_module(f"{module}.diagnosis").diagnose())
+    except Exception as error:  # a broken installation may raise anything
+        return [Finding(name, module, "problem", f"it cannot be examined: {describe(error)}")]
+
+
+def _works(device: Device) -> bool:
+    return device.available and not selftest.failed(device)
+
+
+def _device(device: Device) -> Finding:
+    subject = device.id if device.available else f"{device.id} {device.name}"
+    tested = device.facts.get("self_test")
+    if device.kind == "reference":
+        return Finding("devices", subject, "ok", device.name)
+    if not device.available:
+        return Finding("devices", subject, "problem" if tested else "note", device.reason or "not available")
+    if not _works(device):
+        remedy = "mend what it says, then: dispatcher devices --retest"
+        return Finding("devices", subject, "problem", f"{device.name}: its self-test {tested}", remedy)
+    speed = selftest.speed(device)
+    measured = f", {speed:.3g} GFLOP/s in its self-test" if speed else ""
+    return Finding("devices", subject, "ok", f"{device.name}{measured}")

@@ -1,0 +1,316 @@
+"""Trying a device out in a child process before this process opens it.
+
+A driver can abort the process that uses it, hang it, or compute nonsense, and none of that can be caught. So
+before a device is first used, a child process compiles a small operator for it, runs it, compares the result
+with the reference and takes the time, all within a time limit. What came of it is kept in the user's cache
+folder, for each device, driver version and version of this package.
+
+The environment variable ``DISPATCHER_SELF_TEST`` switches this off (``off``), or sets the time limit in
+seconds (60 without it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from dispatcher.device.childprocess import FOREIGN_SIGNALS, Report, run_child
+from dispatcher.device.filecache import FileCache
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Backend, Device
+
+VARIABLE = "DISPATCHER_SELF_TEST"
+TIME_LIMIT_S = 60.0
+PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
+#: Half a GFLOP: enough to tell devices apart, little enough for the slowest.
+SIZES = {"batch_size": 2, "depth": 4, "height": 16, "width": 16, "scaling_factor": 0.5}
+#: The speed is that of the fastest call among those that fit into this time.
+MEASURE_S = 0.2
+
+Outcome = Literal["ok", "wrong", "error", "closed", "unsupported", "crashed", "hung"]
+
+#: Outcomes after which this process must not use the device.
+BARRED = frozenset(("wrong", "closed", "crashed", "hung"))
+
+#: How the reason begins when the operator could not be built or run.
+FAILED = "failed"
+
+_FORMAT = 1  # of a cache entry
+
+_log = logging.getLogger(__name__)
+_cache = FileCache("selftest")
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What came of trying a device, or of listing a backend's devices.
+
+    Attributes:
+        outcome: ``ok``; ``wrong`` result; ``error`` while building or running the operator; ``closed``: the
+            device cannot be opened; ``unsupported``: it cannot run the test's operator, which says nothing
+            else about it; ``crashed`` or ``hung``: the child process was killed or had to be.
+        reason: one line; empty when ok.
+        gflops: measured speed in GFLOP/s, or None.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    gflops: float | None = None
+
+    @property
+    def kept(self) -> bool:
+        """False for what may be mended without a new driver, and is harmless to find out again."""
+        return self.outcome not in ("error", "wrong")
+
+
+def time_limit_s() -> float | None:
+    """The time that a self-test may take, or None when self-tests are switched off.
+
+    Raises:
+        InputError: the environment variable makes no sense.
+    """
+    text = os.environ.get(VARIABLE, "").strip().lower()
+    if text in ("off", "0", "no", "false"):
+        return None
+    if text in ("", "on", "1", "yes", "true"):
+        return TIME_LIMIT_S
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise InputError(f"{VARIABLE} is {text!r}; expected on, off, or a time limit in seconds")
+    return limit
+
+
+def possible(module: str) -> bool:
+    """Whether a child process can import the backend's module too, and there is a Python to run it."""
+    if not sys.executable:
+        return False
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# ---- in this process ---------------------------------------------------------------------------------------
+def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest | None:
+    """Test a device in a child process, or look up how that went before.
+
+    Args:
+        device: as its backend lists it.
+        module: the backend's module.
+        again: test even if the outcome is known.
+
+    Returns:
+        The outcome; None where self-tests are switched off or the backend lives in this process only.
+    """
+    # How much memory there is may change from day to day.
+    facts = sorted((name, str(value)) for name, value in device.facts.items() if not name.endswith("_bytes"))
+    key = _key("device", module, device.index, device.name, facts)
+    return _known(
+        key, (module, "device", str(device.index), device.name), f"{device.id} ({device.name})", again
+    )
+
+
+def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest | None:
+    """Find out in a child process whether looking for a backend's devices is safe.
+
+    Args:
+        module: the backend's module.
+        footprint: what the listing depends on; when it changes, the listing is tried again.
+        again: try even if the outcome is known.
+    """
+    return _known(
+        _key("listing", module, footprint), (module, "list"), f"looking for devices of {module}", again
+    )
+
+
+def _key(*parts: Any) -> str:
+    from dispatcher import __version__
+
+    return json.dumps((_FORMAT, __version__, sys.prefix, *parts))
+
+
+def _known(key: str, arguments: Sequence[str], what: str, again: bool) -> SelfTest | None:
+    """The outcome from the cache, or that of a child process."""
+    limit_s = time_limit_s()
+    if limit_s is None or not possible(arguments[0]):
+        return None
+    found = None if again else _recall(key)
+    if found is not None:
+        return found
+    with _taking_turns(2 * limit_s):
+        found = None if again else _recall(key)  # another process may have done it meanwhile
+        if found is not None:
+            return found
+        _log.info("%s: self-test in a child process, for %g s at most", what, limit_s)
+        start = time.perf_counter()
+        found, lasting = _run_child(arguments, limit_s)
+        _log.info("%s: %s after %.1f s %s", what, found.outcome, time.perf_counter() - start, found.reason)
+        if lasting and found.kept:
+            _cache.put(key, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _recall(key: str) -> SelfTest | None:
+    stored = _cache.get(key)
+    if stored is None:
+        return None
+    try:
+        found = SelfTest(**json.loads(stored))
+    except (TypeError, ValueError):
+        return None
+    return found if found.outcome in get_args(Outcome) else None
+
+
+@contextlib.contextmanager
+def _taking_turns(patience_s: float) -> Iterator[None]:
+    """Let one process test at a time: speeds can then be compared, and the others find the outcome cached.
+
+    The lock goes away with the process that holds it. Without a folder to put it in, nobody waits.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl  # POSIX only
+
+            _cache.folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(_cache.folder / "lock", "ab"))
+            end = time.monotonic() + patience_s
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
+        yield
+
+
+def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool]:
+    """Run :func:`child` in a process of its own; the outcome, and whether it will be the same next time."""
+    try:
+        ended = run_child("dispatcher.device.selftest:child", arguments, limit_s, {VARIABLE: "off"})
+    except OSError as error:
+        return SelfTest("error", f"could not be run: {error}"), False
+    if ended.code is None:
+        return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), True
+    if ended.signal:
+        return (
+            SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"),
+            ended.signal not in FOREIGN_SIGNALS,
+        )
+    if ended.reports and ended.code == 0:
+        return SelfTest(**ended.reports[-1]), True
+    return SelfTest(
+        "error", f"{FAILED}: the process ended with exit code {ended.code}{ended.last_line}"
+    ), False
+
+
+def apply(device: Device, found: SelfTest | None) -> Device:
+    """``device`` with what its self-test found; unavailable when this process must not use it."""
+    if found is None:
+        return device
+    facts: dict[str, str | int | float] = {**device.facts, "self_test": found.reason or found.outcome}
+    if found.gflops is not None:
+        facts["self_test_gflops"] = round(found.gflops, 3)
+    if found.outcome not in BARRED:
+        return replace(device, facts=facts)
+    reason = (
+        f"its self-test {found.reason}; `dispatcher devices --retest` tries again, "
+        f"{VARIABLE}=off uses it untested"
+    )
+    return replace(device, available=False, reason=reason, facts=facts)
+
+
+def speed(device: Device) -> float:
+    """GFLOP/s that the device's self-test measured; 0 where there is no measure."""
+    return float(device.facts.get("self_test_gflops", 0.0))
+
+
+def failed(device: Device) -> bool:
+    """Whether the self-test's operator could not be built or run on a device that survived it."""
+    return str(device.facts.get("self_test", "")).startswith(FAILED)
+
+
+# ---- in the child process ----------------------------------------------------------------------------------
+def child(report: Report, module: str, *arguments: str) -> None:
+    """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
+    backend: Backend = importlib.import_module(module).BACKEND
+    if arguments[0] == "list":
+        backend.probe()
+        found = SelfTest("ok")
+    else:
+        found = _test(backend, int(arguments[1]), arguments[2])
+    report(asdict(found))
+
+
+def find_again(backend: Backend, index: int, name: str) -> Device:
+    """The device that another process has seen, usable or not.
+
+    Raises:
+        DeviceError: this process sees another one in its place, or none.
+    """
+    found: Mapping[int, Device] = {device.index: device for device in backend.probe()}
+    device = found.get(index)
+    if device is None or device.name != name:
+        seen = "nothing" if device is None else device.name
+        raise DeviceError(f"could not be run: it found {seen} in the place of {name}")
+    return device
+
+
+def _test(backend: Backend, index: int, name: str) -> SelfTest:
+    """Run the test's operator on a device of ``backend``."""
+    try:
+        device = find_again(backend, index, name)
+    except DeviceError as error:
+        return SelfTest("error", str(error))
+    if not device.available:
+        return SelfTest("closed", f"could not open it: {device.reason}")
+    try:
+        return _measure(backend, device)
+    except DeviceError as error:
+        return SelfTest("closed", f"could not open it: {_line(error)}")
+    except Exception as error:
+        return SelfTest("error", f"{FAILED}: {_line(error)}")
+
+
+def _measure(backend: Backend, device: Device) -> SelfTest:
+    from dispatcher.check.comparison import poisoned, verify_result
+    from dispatcher.check.inputs import random_tensors
+    from dispatcher.problem.arguments import bind_arguments, sort_arguments
+    from dispatcher.problem.loader import load_problem
+
+    problem = load_problem(PROBLEM)
+    operator = bind_arguments(problem, sort_arguments(problem, SIZES), case="kernelbench")
+    reason = backend.supports(operator, device)
+    if reason is not None:
+        return SelfTest("unsupported", f"was left out: {reason}")
+    tensors = random_tensors(operator, 0)
+    executable = backend.compile(operator, device, {})
+    result = poisoned(operator.output_shape, operator.dtype)
+    for array in tensors.values():
+        array.flags.writeable = False
+    executable(tensors, result)
+    comparison = verify_result(operator, tensors, result)
+    if not comparison.passed:
+        return SelfTest("wrong", f"gave a wrong result: {comparison.reason}")
+    best_s, begin = math.inf, time.perf_counter()
+    while time.perf_counter() - begin < MEASURE_S:
+        start = time.perf_counter()
+        executable(tensors, result)
+        best_s = min(best_s, time.perf_counter() - start)
+    return SelfTest("ok", "", operator.flops / max(best_s, 1e-9) / 1e9)
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,0 +1,241 @@
+"""Working on a batch in parts: one after another where memory is short, side by side on several devices.
+
+An operator can be split when its batch size is a size parameter that means nothing but the batch, and no step
+mixes batch items. Each part is an operator of its own, with a smaller batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dispatcher.errors import DeviceMemoryError
+from dispatcher.interface import Backend, Device, Executable, PlannedLaunch, Tensors, Timings
+from dispatcher.ops.steps import Normalize, Reduce, Softmax
+from dispatcher.problem.expressions import Expression
+from dispatcher.problem.operator import Operator, bind
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Batch items from ``start`` up to ``stop``, and what computes them.
+
+    ``place`` is the device's id where there are several devices.
+    """
+
+    start: int
+    stop: int
+    executable: Executable
+    place: str = ""
+
+
+def batch_parameter(operator: Operator) -> tuple[str, str]:
+    """The size parameter that is the batch and nothing else.
+
+    Returns:
+        Its name and an empty text, or an empty name and why the operator cannot be split.
+    """
+    problem = operator.problem
+    if any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps):
+        return "", "a step mixes batch items"
+    source = next(tensor for tensor in problem.tensors if tensor.name == operator.source)
+    name = str((source.shape or ("",))[0])
+    if problem.parameter(name) is None:
+        return "", f"the batch of {operator.source} is {name}, which is not a size parameter"
+    for tensor in problem.tensors:
+        extents = tensor.shape or ()
+        others = extents[1:] if len(extents) == 5 and str(extents[0]) == name else extents
+        if any(name in extent.names for extent in others):
+            return "", f"{name} is more than the batch of tensor {tensor.name}"
+    for spec in problem.pipeline:
+        if any(name in expression.names for expression in _expressions(tuple(spec.fields.values()))):
+            return "", f"{name} is a number that {spec.op} uses"
+    return name, ""
+
+
+def batched_tensors(operator: Operator, parameter: str) -> set[str]:
+    """The names of the input tensors whose first axis is the batch, ``parameter``."""
+    return {
+        tensor.name
+        for tensor in operator.problem.tensors
+        if tensor.shape and str(tensor.shape[0]) == parameter
+    }
+
+
+def _expressions(value: Any) -> Iterator[Expression]:
+    if isinstance(value, Expression):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _expressions(part)
+
+
+def with_batch(operator: Operator, parameter: str, batch: int) -> Operator:
+    """The same operator for another number of batch items."""
+    sizes = {**operator.sizes, parameter: batch}
+    return bind(operator.problem, sizes, operator.scalars, dtype=operator.dtype, precision=operator.precision)
+
+
+def compile_within_memory(
+    backend: Backend, operator: Operator, device: Device, options: Mapping[str, Any], least_parts: int = 1
+) -> Executable:
+    """Compile ``operator``, in as few parts of the batch as its memory makes necessary.
+
+    Args:
+        backend: the device's backend.
+        operator: what to compile; not empty.
+        device: where.
+        options: for the backend.
+        least_parts: parts to begin with.
+
+    Raises:
+        DeviceMemoryError: not even one batch item fits, or the batch cannot be split.
+    """
+    failure: DeviceMemoryError | None = None
+    if least_parts <= 1:
+        try:
+            return backend.compile(operator, device, options)
+        except DeviceMemoryError as error:
+            failure = error
+    batch = operator.output_shape[0]
+    parameter, reason = batch_parameter(operator)
+    parts = max(2, least_parts)
+    while parameter and parts <= 2 * batch - 1:
+        size = -(-batch // min(parts, batch))
+        try:
+            made = _equal_parts(backend, operator, device, options, parameter, size)
+        except DeviceMemoryError as error:
+            failure = error
+            if size == 1:
+                break
+            parts *= 2
+            continue
+        _log.info("%s works on %d batch items at a time on %s", operator.problem.name, size, device.id)
+        return PartwiseExecutable(operator, parameter, made)
+    if failure is None:
+        failure = DeviceMemoryError(
+            f"{operator.problem.name} does not fit on {device.id}, one batch item at a time"
+        )
+    if reason:
+        raise DeviceMemoryError(f"{failure} (it cannot be split over the batch: {reason})") from failure
+    raise failure
+
+
+def _equal_parts(
+    backend: Backend,
+    operator: Operator,
+    device: Device,
+    options: Mapping[str, Any],
+    parameter: str,
+    size: int,
+) -> list[Part]:
+    """Parts of ``size`` batch items, the last one perhaps smaller; equal ones share an executable."""
+    batch = operator.output_shape[0]
+    executables: dict[int, Executable] = {}
+    parts = []
+    for start in range(0, batch, size):
+        count = min(size, batch - start)
+        if count not in executables:
+            executables[count] = backend.compile(with_batch(operator, parameter, count), device, options)
+        parts.append(Part(start, start + count, executables[count]))
+    return parts
+
+
+def shares(batch: int, speeds: Sequence[float]) -> list[int]:
+    """Divide ``batch`` items in proportion to speeds; equally where a speed is not known (zero)."""
+    if not all(speed > 0 for speed in speeds):
+        speeds = [1.0] * len(speeds)
+    exact = [batch * speed / sum(speeds) for speed in speeds]
+    counts = [int(value) for value in exact]
+    by_rest = sorted(range(len(counts)), key=lambda place: (counts[place] - exact[place], -speeds[place]))
+    for place in by_rest[: batch - sum(counts)]:
+        counts[place] += 1
+    return counts
+
+
+class PartwiseExecutable:
+    """Runs parts of a batch, one after another or, on several devices, side by side."""
+
+    def __init__(
+        self, operator: Operator, parameter: str, parts: Sequence[Part], *, side_by_side: bool = False
+    ) -> None:
+        self._operator, self._parts, self._side_by_side = operator, tuple(parts), side_by_side
+        self._batched = batched_tensors(operator, parameter)
+
+    @property
+    def count(self) -> int:
+        """Parts that run one after another."""
+        return 1 if self._side_by_side else len(self._parts)
+
+    @property
+    def launches(self) -> Sequence[PlannedLaunch]:
+        """The launches of every part; parts that make the same ones are listed once."""
+        launches: list[PlannedLaunch] = []
+        for executable in dict.fromkeys(part.executable for part in self._parts):
+            own = [part for part in self._parts if part.executable is executable]
+            items = f"batch items {own[0].start} to {own[-1].stop - 1}"
+            if len(own) > 1:
+                items += f", {own[0].stop - own[0].start} at a time"
+            note = f"{items} on {own[0].place}" if own[0].place else items
+            launches += [
+                replace(launch, note=f"{note}; {launch.note}" if launch.note else note)
+                for launch in executable.launches
+            ]
+        return launches
+
+    def __call__(
+        self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None
+    ) -> np.ndarray:
+        """Run every part into its slice of the result; see ``Executable``."""
+        operator = self._operator
+        result = np.empty(operator.output_shape, operator.dtype) if output is None else output
+        own = [None if timings is None else Timings() for _ in self._parts]
+        starts = [0.0 for _ in self._parts]
+
+        def run(number: int) -> None:
+            part = self._parts[number]
+            starts[number] = time.perf_counter()
+            inputs = {
+                name: tensor[part.start : part.stop] if name in self._batched else tensor
+                for name, tensor in tensors.items()
+            }
+            part.executable(inputs, result[part.start : part.stop], own[number])
+
+        if self._side_by_side:
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(len(self._parts), thread_name_prefix="dispatcher") as pool:
+                for done in [pool.submit(run, number) for number in range(len(self._parts))]:
+                    done.result()
+        else:
+            for number in range(len(self._parts)):
+                run(number)
+        if timings is not None:
+            self._add_up(timings, own, starts)
+        return result
+
+    def _add_up(self, timings: Timings, parts: Sequence[Timings | None], starts: Sequence[float]) -> None:
+        """The times of one part after another, or of the slowest of several at once."""
+        measured = [part for part in parts if part is not None]
+        total = max if self._side_by_side else sum
+        timings.upload_s += total(part.upload_s for part in measured)
+        timings.kernel_s += total(part.kernel_s for part in measured)
+        timings.download_s += total(part.download_s for part in measured)
+        clocks = {part.clock for part in measured}
+        timings.clock = clocks.pop() if len(clocks) == 1 else "host"
+        timings.shared_memory = all(part.shared_memory for part in measured)
+        for part, start, one in zip(self._parts, starts, measured, strict=True):
+            timings.launches += one.launches
+            timings.parts.append((part.place, start, one))
+
+
+def part_count(executable: Executable) -> int:
+    """Parts of the batch that run one after another."""
+    return executable.count if isinstance(executable, PartwiseExecutable) else 1

@@ -1,0 +1,1 @@
+"""Cutting a pipeline into launches."""

@@ -1,0 +1,1 @@
+"""What a user asks for: problem files, their parameters, a call's arguments, and the operator that they make."""

@@ -1,0 +1,716 @@
+"""From what a caller passes to sizes, scalars and tensors.
+
+A call goes through three steps. :func:`sort_arguments` gives each keyword its role and checks it alone.
+:func:`bind_arguments` infers the sizes that tensors show, fills in the rest from a case and from defaults,
+and binds the operator. :func:`host_tensor` then turns one tensor into what a backend takes.
+
+Dtypes: float16, float32 and float64 stay what they are; integers and bool become float32; anything else is
+an error. All tensors of a call share one dtype. A list or tuple has no dtype of its own: it takes the other
+tensors', or float32 when there are none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import operator as python_operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dispatcher.errors import DtypeError, GeometryError, InputError
+from dispatcher.problem.expressions import MAX_VALUE
+from dispatcher.problem.model import Parameter, Problem
+from dispatcher.problem.operator import DTYPES, Operator, bind
+
+AXIS_SUFFIXES = ("d", "h", "w")
+
+
+class IncompleteError(InputError):
+    """Sizes or scalars that nothing gives a value to."""
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor as the caller passed it, looked at but not converted.
+
+    Attributes:
+        array: a NumPy array in whatever layout, or an array on a CUDA device.
+        shape: its extents.
+        dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
+        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    on_device: bool = False
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Keywords sorted by role, each checked alone.
+
+    Attributes:
+        sizes: ``size_t`` parameters by name, shorthands expanded.
+        scalars: ``double`` parameters by name.
+        tensors: input tensors by name.
+        output: the caller's result array, or None.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    tensors: Mapping[str, TensorArgument] = field(default_factory=dict)
+    output: Any = None
+
+    def updated(self, newer: Arguments) -> Arguments:
+        """These arguments with those of ``newer`` in front."""
+        return Arguments(
+            {**self.sizes, **newer.sizes},
+            {**self.scalars, **newer.scalars},
+            {**self.tensors, **newer.tensors},
+            self.output if newer.output is None else newer.output,
+        )
+
+
+# ---- step 1: roles -----------------------------------------------------------------------------------------
+def shorthands(problem: Problem) -> dict[str, tuple[str, str, str]]:
+    """Names that stand for three size parameters: ``stride`` for ``stride_d``, ``stride_h``, ``stride_w``.
+
+    A shorthand never hides a parameter: where a parameter has that name already (and always for the kernel),
+    the shorthand ends in ``_size``.
+    """
+    sizes = {parameter.name for parameter in problem.sizes}
+    taken = {parameter.name for parameter in problem.parameters}
+    result = {}
+    for parameter in problem.sizes:
+        stem = parameter.name.removesuffix("_d")
+        triple = (f"{stem}_d", f"{stem}_h", f"{stem}_w")
+        if stem == parameter.name or not sizes.issuperset(triple):
+            continue
+        name = f"{stem}_size" if stem == "kernel" or stem in taken else stem
+        if name not in taken:
+            result[name] = triple
+    return result
+
+
+def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
+    """Give each argument its role.
+
+    Args:
+        problem: whose parameters and shorthands the names are.
+        arguments: name to value. Values of None are left out.
+
+    Raises:
+        InputError: a name is unknown, a value is not a size, number or array, or two names contradict.
+        DtypeError: a tensor's dtype is not one that operators take.
+    """
+    triples = shorthands(problem)
+    sizes: dict[str, int] = {}
+    source: dict[str, str] = {}  # size name to the argument that set it
+    scalars: dict[str, float] = {}
+    tensors: dict[str, TensorArgument] = {}
+    output: Any = None
+
+    def set_size(name: str, argument: str, value: int) -> None:
+        if sizes.setdefault(name, value) != value:
+            raise InputError(
+                f"{source[name]} and {argument} contradict each other: {name} would be {sizes[name]} "
+                f"and {value}; give one of them"
+            )
+        source.setdefault(name, argument)
+
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        parameter = problem.parameter(name)
+        if parameter is None and name in triples:
+            for long_name, part in zip(triples[name], triple_values(name, value, triples[name]), strict=True):
+                set_size(long_name, name, part)
+        elif parameter is None:
+            raise _unknown_argument(problem, triples, name)
+        elif parameter.type == "size_t":
+            set_size(name, name, size_value(name, value))
+        elif parameter.type == "double":
+            scalars[name] = scalar_value(name, value)
+        elif parameter.const:
+            tensors[name] = tensor_argument(name, value)
+        else:
+            output = value
+    return Arguments(sizes, scalars, tensors, output)
+
+
+def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> InputError:
+    known = [parameter.name for parameter in problem.parameters] + list(triples)
+    close = difflib.get_close_matches(name, known, 1)
+    wanted = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
+    return InputError(f"{problem.name} has no parameter {name!r}; {wanted}")
+
+
+def size_value(name: str, value: Any) -> int:
+    """A size: a whole number from 0 to 2**63 - 1; NumPy integers count, bool does not.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        size = python_operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} is {brief(value)}; expected a whole number") from None
+    if not 0 <= size <= MAX_VALUE:
+        raise InputError(f"{name} is {brief(size)}; expected a whole number from 0 to 2**63 - 1")
+    return size
+
+
+def triple_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, int, int]:
+    """Three sizes from one whole number, or from a sequence of three.
+
+    Raises:
+        InputError: another count, or a value that is not a size.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        size = size_value(name, value)
+        return size, size, size
+    if len(value) != 3:
+        raise InputError(
+            f"{name} has {len(value)} values, {brief(value)}; expected one value, or three for "
+            f"{', '.join(long_names)}"
+        )
+    d, h, w = (size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
+    return d, h, w
+
+
+def scalar_value(name: str, value: Any) -> float:
+    """A real number, infinite or not; NumPy scalars and arrays without axes count, bool and NaN do not.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise InputError(f"{name} is {brief(value)}; expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InputError(f"{name} is {brief(value)}; expected a number that fits a double") from None
+    if math.isnan(number):
+        raise InputError(f"{name} is nan; expected a number")
+    return number
+
+
+def tensor_argument(name: str, value: Any) -> TensorArgument:
+    """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
+    array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
+
+    Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
+
+    Raises:
+        InputError: it cannot be read as an array.
+        DtypeError: its dtype is not a real number's.
+    """
+    if isinstance(value, TensorArgument):
+        return value
+    if not isinstance(value, np.ndarray):
+        from dispatcher.call import dlpack
+
+        found = _on_device(name, value)
+        if found is None and dlpack.on_cuda(name, value):
+            found = _on_device(name, dlpack.take(name, value))
+        if found is not None:
+            return found
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
+    if isinstance(value, str | bytes | Mapping | set | frozenset):
+        raise InputError(f"tensor {name} is {brief(value)}; expected an array")
+    only_dlpack = hasattr(value, "__dlpack__") and not any(
+        hasattr(value, other) for other in _ARRAY_PROTOCOLS
+    )
+    try:
+        array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
+    except Exception as error:  # whatever the object's own conversion raises
+        raise InputError(f"tensor {name} cannot be read as an array: {_first_line(error)}") from error
+    dtype = _checked_dtype(name, array.dtype)
+    return TensorArgument(array, array.shape, None if isinstance(value, list | tuple) else dtype)
+
+
+#: What NumPy reads an array from by itself.
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
+
+
+def _on_device(name: str, value: Any) -> TensorArgument | None:
+    """An array that offers ``__cuda_array_interface__``; None for anything else.
+
+    Raises:
+        InputError: what it offers cannot be read.
+        DtypeError: its dtype is not a floating-point one.
+    """
+    try:
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None:
+            return None
+        dtype, shape = np.dtype(interface["typestr"]), tuple(map(python_operator.index, interface["shape"]))
+    except Exception as error:  # a library's property may raise anything
+        raise InputError(
+            f"tensor {name} has a __cuda_array_interface__ that cannot be read: {_first_line(error)}"
+        ) from error
+    if dtype.kind != "f":
+        raise DtypeError(f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}")
+    return TensorArgument(value, shape, _checked_dtype(name, dtype), True)
+
+
+def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind in "biu" or (dtype.kind == "f" and dtype.newbyteorder("=").name in DTYPES):
+        return dtype
+    raise DtypeError(
+        f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool"
+    )
+
+
+# ---- step 2: the operator ----------------------------------------------------------------------------------
+def bind_arguments(
+    problem: Problem,
+    arguments: Arguments,
+    *,
+    case: str | None = None,
+    dtype: str | None = None,
+    precision: str = "fp32",
+) -> Operator:
+    """Bind ``problem`` to what the arguments say.
+
+    Args:
+        problem: what to compute.
+        arguments: sizes, scalars and tensors; tensors may be missing.
+        case: a named case whose numbers hold where the arguments say nothing.
+        dtype: of every tensor; None to take the tensors' own, or float32 without tensors.
+        precision: ``fp32`` or ``tf32``.
+
+    Raises:
+        IncompleteError: a size or scalar has no value.
+        InputError: arguments contradict each other or are out of range.
+        GeometryError: the sizes do not make a legal operator.
+    """
+    base = case_values(problem, case)
+    chosen = common_dtype(arguments.tensors, dtype)
+    shapes = {name: tensor.shape for name, tensor in arguments.tensors.items()}
+    sizes = infer_sizes(problem, arguments.sizes, shapes, base)
+    scalars: dict[str, float] = {}
+    for parameter in problem.scalars:
+        value = arguments.scalars.get(parameter.name, base.get(parameter.name))
+        if value is None:
+            raise _incomplete(problem, [parameter.name])
+        scalars[parameter.name] = float(value)
+    operator = bind(problem, sizes, scalars, dtype=chosen, precision=precision)
+    for name, shape in {**operator.tensor_shapes, problem.output.name: operator.output_shape}.items():
+        size = math.prod(shape) * np.dtype(chosen).itemsize
+        if size > MAX_VALUE:
+            raise GeometryError(
+                f"tensor {name} of shape {shape} has {size} bytes; no memory holds 2**63 of them"
+            )
+    return operator
+
+
+def bind_numbers(
+    problem: Problem,
+    arguments: Mapping[str, Any],
+    task: str,
+    *,
+    case: str | None = None,
+    dtype: str | None = None,
+    precision: str = "fp32",
+) -> Operator:
+    """Bind ``problem`` for a function that makes its tensors itself.
+
+    Args:
+        problem: what to compute.
+        arguments: sizes, scalars and shorthands by name.
+        task: what the function does, as a verb, for messages.
+        case: see :func:`bind_arguments`, as for ``dtype`` and ``precision``.
+
+    Raises:
+        InputError: an argument is a tensor or otherwise wrong, or the batch is empty.
+    """
+    for parameter in problem.parameters:
+        if parameter.type == "tensor" and arguments.get(parameter.name) is not None:
+            raise InputError(
+                f"tensor {parameter.name} cannot be given here: the tensors to {task} with are made from the seed; "
+                "give sizes and scalars, and tensors of your own to dispatcher.run (run --tensor on the command line)"
+            )
+    operator = bind_arguments(
+        problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision
+    )
+    if operator.empty:
+        raise InputError(
+            f"{problem.name}: the batch is empty, so there is nothing to {task}; expected one item or more"
+        )
+    return operator
+
+
+def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
+    """The numbers that hold where a caller says nothing: a case's, then the parameters' defaults.
+
+    Raises:
+        InputError: the problem has no such case.
+    """
+    values = {p.name: p.default for p in problem.parameters if p.default is not None}
+    if case is not None:
+        if not isinstance(case, str) or case not in problem.cases:
+            raise InputError(
+                f"{problem.name} has no case {brief(case)}; expected one of "
+                f"{', '.join(problem.cases) or '(it has none)'}"
+            )
+        values.update(problem.cases[case])
+    return values
+
+
+def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -> str:
+    """The dtype of a call.
+
+    Args:
+        tensors: the tensors at hand.
+        requested: what the caller asked for, or None.
+
+    Raises:
+        DtypeError: two tensors differ, or one differs from what was asked for.
+    """
+    if requested is not None and (not isinstance(requested, str) or requested not in DTYPES):
+        raise DtypeError(f"dtype is {brief(requested)}; expected one of {', '.join(DTYPES)}")
+    chosen, because = requested, f"dtype {requested} was asked for"
+    for name, tensor in tensors.items():
+        if tensor.dtype is None:
+            continue
+        if tensor.dtype.kind == "f":
+            own = tensor.dtype.newbyteorder("=").name
+            said = f"tensor {name} has dtype {own}"
+        else:
+            own = requested or "float32"
+            said = f"tensor {name} has dtype {tensor.dtype.name} (read as {own})"
+        if chosen is None:
+            chosen, because = own, said
+        elif own != chosen:
+            raise DtypeError(f"{said}, but {because}; all must agree: convert with {name}.astype({chosen!r})")
+    return chosen or "float32"
+
+
+def infer_sizes(
+    problem: Problem,
+    given: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    base: Mapping[str, int | float],
+) -> dict[str, int]:
+    """Every size parameter's value.
+
+    A size that the caller gave stands; next come the tensors, whose shape expressions are solved until
+    nothing new follows; then ``base``. A parameter with a default that no tensor shows directly (``groups``
+    in ``out_channels / groups``) comes from ``base``: a wrong shape is an error, not another operator.
+
+    Args:
+        problem: whose sizes are wanted.
+        given: sizes from the caller.
+        shapes: shapes of the tensors at hand.
+        base: values for sizes that neither gives.
+
+    Raises:
+        IncompleteError: a size has no value.
+        InputError: a tensor's shape contradicts a size or another tensor.
+    """
+    sizes = dict(given)
+    origin = dict.fromkeys(given, "given")
+    tensors = [parameter for parameter in problem.tensors if parameter.name in shapes]
+    for tensor in tensors:
+        _check_rank(tensor, shapes[tensor.name])
+    direct = {str(extent) for tensor in tensors for extent in tensor.shape or ()}
+    for parameter in problem.sizes:
+        name = parameter.name
+        if name not in sizes and name not in direct and parameter.default is not None:
+            sizes[name], origin[name] = int(base[name]), "by case or default"
+    waiting = [p for p in problem.sizes if p.name not in sizes]
+    while True:
+        _solve(tensors, shapes, sizes, origin)
+        waiting = [p for p in waiting if p.name not in sizes]
+        known = next((p.name for p in waiting if p.name in base), None)
+        if known is None:
+            break
+        sizes[known], origin[known] = int(base[known]), "by case or default"
+    if waiting:
+        raise _incomplete(problem, [p.name for p in waiting])
+    for tensor in tensors:
+        _check_shape(tensor, shapes[tensor.name], sizes, origin)
+    return {parameter.name: sizes[parameter.name] for parameter in problem.sizes}
+
+
+def _solve(
+    tensors: Sequence[Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: dict[str, int],
+    origin: dict[str, str],
+) -> None:
+    """Add to ``sizes`` what the tensors' shapes show, until nothing new follows."""
+    found = True
+    while found:
+        found = False
+        for tensor in tensors:
+            shape = shapes[tensor.name]
+            for axis, (expression, extent) in enumerate(zip(tensor.shape or (), shape, strict=True)):
+                try:
+                    solution = expression.solve(sizes, extent)
+                except InputError as error:
+                    raise InputError(
+                        f"tensor {tensor.name} of shape {shape} does not fit on axis {axis}: {error}"
+                    ) from None
+                if solution is not None:
+                    sizes[solution[0]] = solution[1]
+                    origin[solution[0]] = f"from axis {axis} of tensor {tensor.name}"
+                    found = True
+
+
+def _check_rank(tensor: Parameter, shape: tuple[int, ...]) -> None:
+    wanted = tensor.shape or ()
+    if len(shape) != len(wanted):
+        raise InputError(
+            f"tensor {tensor.name} has shape {shape}, {len(shape)} axes; "
+            f"expected {len(wanted)}: {describe_shape(tensor)}"
+        )
+
+
+def _check_shape(
+    tensor: Parameter, shape: tuple[int, ...], sizes: Mapping[str, int], origin: Mapping[str, str]
+) -> None:
+    for axis, (expression, extent) in enumerate(zip(tensor.shape or (), shape, strict=True)):
+        try:
+            wanted = expression.evaluate(sizes)
+        except InputError as error:
+            raise InputError(
+                f"tensor {tensor.name} of shape {shape} does not fit on axis {axis}: {error}"
+            ) from None
+        if wanted != extent:
+            parts = sorted(expression.names)
+            if str(expression) in parts:
+                because = origin[parts[0]]
+            else:
+                because = ", ".join(f"{name} = {sizes[name]} {origin[name]}" for name in parts) or "fixed"
+            raise InputError(
+                f"tensor {tensor.name} of shape {shape} has extent {extent} on axis {axis}, "
+                f"but {expression} is {wanted} ({because}); they must agree"
+            )
+
+
+def describe_shape(tensor: Parameter) -> str:
+    """A tensor parameter's shape as written, for messages: ``(in_channels, out_channels / groups, …)``."""
+    extents = ", ".join(str(extent) for extent in tensor.shape or ())
+    return f"({extents},)" if len(tensor.shape or ()) == 1 else f"({extents})"
+
+
+def _incomplete(problem: Problem, missing: Sequence[str]) -> IncompleteError:
+    names = list(missing)
+    for shorthand, long_names in shorthands(problem).items():
+        if set(long_names) <= set(names):
+            names[names.index(long_names[0])] = f"{shorthand} ({', '.join(long_names)})"
+            names = [name for name in names if name not in long_names]
+    verb = "has" if len(missing) == 1 else "have"
+    tensors = ", ".join(
+        tensor.name
+        for tensor in problem.tensors
+        if any(name in extent.names for extent in tensor.shape or () for name in missing)
+    )
+    ways = [f"give {'it' if len(missing) == 1 else 'them'} by name"]
+    if tensors:
+        ways.append(f"pass tensors that show them ({tensors})")
+    if problem.cases:
+        ways.append(f"name a case ({', '.join(problem.cases)})")
+    return IncompleteError(f"{', '.join(names)} {verb} no value; {', or '.join(ways)}")
+
+
+# ---- step 3: what backends take ----------------------------------------------------------------------------
+def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """``array`` as a read-only C-contiguous array of ``dtype``: a view where it is one already, else a copy.
+
+    Read-only, so that a backend that tries to write to an input fails instead of changing the caller's data.
+    """
+    flags = array.flags
+    fits = array.dtype == dtype and flags.c_contiguous and flags.aligned
+    result = array.view() if fits else np.array(array, dtype=dtype, order="C")
+    result.flags.writeable = False
+    return result
+
+
+def check_options(options: Any) -> None:
+    """See to it that tuning choices are a mapping of names to values; which ones there are, a backend knows.
+
+    Raises:
+        InputError: they are not.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InputError(
+            f"options is {brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
+        )
+
+
+def snapshot(tensor: TensorArgument) -> TensorArgument:
+    """A tensor that later changes to the caller's array do not reach. Arrays on a device are not copied."""
+    return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
+
+
+def check_output(
+    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str = "output"
+) -> None:
+    """See to it that a result may be written to ``output``.
+
+    Args:
+        output: the caller's array: on the host, or on a CUDA device where the backend takes such arrays.
+        shape: what the operator makes.
+        dtype: what the operator makes.
+        inputs: the caller's tensors by name, unconverted.
+        name: what the caller calls it.
+
+    Raises:
+        InputError: it has another shape, dtype or layout, is read-only, or overlaps an input.
+    """
+    wanted = f"expected a writeable C-contiguous {dtype} array of shape {shape}"
+    if not isinstance(output, np.ndarray):
+        _check_device_output(output, shape, dtype, inputs, name, wanted)
+        return
+    if output.shape != shape:
+        raise InputError(f"{name} has shape {output.shape}; {wanted}")
+    if output.dtype != dtype:
+        raise DtypeError(f"{name} has dtype {output.dtype}; {wanted}")
+    if isinstance(output, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array; {wanted}")
+    for problem, holds in (
+        ("not C-contiguous", not output.flags.c_contiguous),
+        ("read-only", not output.flags.writeable),
+        ("not aligned", not output.flags.aligned),
+    ):
+        if holds:
+            raise InputError(f"{name} is {problem}; {wanted}")
+    for tensor, array in inputs.items():
+        if isinstance(array, np.ndarray) and np.may_share_memory(output, array):
+            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+
+
+def _check_device_output(
+    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str, wanted: str
+) -> None:
+    span = _device_span(output)
+    if span is None:
+        raise InputError(f"{name} is {brief(output)}; {wanted}")
+    interface = output.__cuda_array_interface__
+    if tuple(interface["shape"]) != shape:
+        raise InputError(f"{name} has shape {tuple(interface['shape'])}; {wanted}")
+    if np.dtype(interface["typestr"]) != dtype:
+        raise DtypeError(f"{name} has dtype {np.dtype(interface['typestr'])}; {wanted}")
+    if interface["data"][1]:
+        raise InputError(f"{name} is read-only; {wanted}")
+    if span[1] - span[0] != math.prod(shape) * np.dtype(dtype).itemsize or not _c_ordered(interface):
+        raise InputError(f"{name} is not C-contiguous; {wanted}")
+    for tensor, array in inputs.items():
+        other = _device_span(array)
+        if other is not None and other[0] < span[1] and span[0] < other[1]:
+            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+
+
+def _device_span(array: Any) -> tuple[int, int] | None:
+    """First address and the one past the last of an array on a CUDA device; None for other objects."""
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    shape = tuple(interface["shape"])
+    start = end = int(interface["data"][0])
+    if 0 in shape:
+        return start, end
+    size = np.dtype(interface["typestr"]).itemsize
+    for extent, stride in zip(shape, _device_strides(interface), strict=True):
+        reach = (extent - 1) * stride
+        start, end = start + min(reach, 0), end + max(reach, 0)
+    return start, end + size
+
+
+def _device_strides(interface: Mapping[str, Any]) -> tuple[int, ...]:
+    strides = interface.get("strides")
+    if strides is not None:
+        return tuple(strides)
+    size = np.dtype(interface["typestr"]).itemsize
+    shape = tuple(interface["shape"])
+    return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _c_ordered(interface: Mapping[str, Any]) -> bool:
+    plain = _device_strides({**interface, "strides": None})
+    shape = tuple(interface["shape"])
+    return all(
+        extent == 1 or stride == wanted
+        for extent, stride, wanted in zip(shape, _device_strides(interface), plain, strict=True)
+    )
+
+
+# ---- text to numbers, for the command line -----------------------------------------------------------------
+def parse_assignments(problem: Problem, assignments: Iterable[str], option: str) -> dict[str, Any]:
+    """``NAME=VALUE`` texts as arguments: sizes, scalars and shorthands (``stride=2``, ``stride=2,2,2``).
+
+    Args:
+        problem: whose parameters the names are.
+        assignments: the texts.
+        option: what the user calls the option, for messages.
+
+    Raises:
+        InputError: a text has no ``=``, a name is unknown, repeated or a tensor, or a value is not a number.
+    """
+    triples = shorthands(problem)
+    result: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = (part.strip() for part in assignment.partition("="))
+        if not equals or not name:
+            raise InputError(f"{option} {assignment!r} is not understood; expected NAME=VALUE")
+        if name in result:
+            raise InputError(f"{option} {name} is given twice; give it once")
+        parameter = problem.parameter(name)
+        if parameter is None and name not in triples:
+            raise _unknown_argument(problem, triples, name)
+        if parameter is not None and parameter.type == "tensor":
+            raise InputError(f"{option} {name}: {name} is a tensor; expected a size, a scalar or a shorthand")
+        if parameter is not None and parameter.type == "double":
+            result[name] = scalar_value(f"{option} {name}", _number(option, name, text, float))
+        elif parameter is not None:
+            result[name] = size_value(f"{option} {name}", _number(option, name, text, int))
+        else:
+            values = [_number(option, name, part, int) for part in text.split(",")]
+            value = values[0] if len(values) == 1 else tuple(values)
+            triple_values(f"{option} {name}", value, triples[name])
+            result[name] = value
+    return result
+
+
+def _number(option: str, name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        if "_" in text:
+            raise ValueError
+        return kind(text.strip())
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise InputError(f"{option} {name} is {brief(text)}; expected {wanted}") from None
+
+
+# ---- texts -------------------------------------------------------------------------------------------------
+def brief(value: Any) -> str:
+    """A value in a message: short, on one line."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer with too many digits to print
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

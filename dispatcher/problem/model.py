@@ -1,0 +1,101 @@
+"""A problem: the parameters of a fused operator, its pipeline, and named cases. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dispatcher.problem.expressions import Expression
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the operator, in the order of its C signature.
+
+    Attributes:
+        name: identifier, unique in the problem.
+        type: ``tensor`` (a pointer to elements of the chosen dtype), ``size_t`` or ``double``.
+        const: True for a tensor that is only read; False for the output and for plain numbers.
+        shape: a tensor's extents as expressions over the size parameters; None for the output tensor,
+            whose shape follows from the pipeline, and for numbers.
+        default: a number's value where a user gives none; None when it must be given or inferred.
+    """
+
+    name: str
+    type: Literal["tensor", "size_t", "double"]
+    const: bool = False
+    shape: tuple[Expression, ...] | None = None
+    default: Number | None = None
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """One step of the pipeline as the file has it: not yet bound to sizes.
+
+    Attributes:
+        op: name in :data:`dispatcher.ops.steps.VOCABULARY`.
+        source: name of the value it reads: None for the previous step's result (for the first step: the
+            problem's first tensor), else a tensor parameter's name or an earlier step's ``result``.
+        result: the name it gives to its value, or None.
+        fields: key to value: ``triple`` a tuple of three Expressions, ``size`` an Expression, ``scalar`` a
+            float or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name,
+            ``axes`` a tuple of axis numbers. Only the keys that the file gives.
+    """
+
+    op: str
+    source: str | None
+    result: str | None
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fused operator, described once.
+
+    Attributes:
+        name: unique name, also the file's stem.
+        title: one line for people.
+        origin: where the problem comes from.
+        parameters: in the order of the C signature.
+        pipeline: steps in order of execution; the last one's value is the output.
+        cases: case name to values of size and double parameters.
+        tolerance: factor on the error bound that verification computes; 1.0 unless the file says otherwise.
+        path: the file it was read from, or None.
+    """
+
+    name: str
+    title: str
+    origin: str
+    parameters: tuple[Parameter, ...]
+    pipeline: tuple[StepSpec, ...]
+    cases: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    tolerance: float = 1.0
+    path: Path | None = None
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The parameter of that name, or None."""
+        return next((p for p in self.parameters if p.name == name), None)
+
+    @property
+    def tensors(self) -> tuple[Parameter, ...]:
+        """Input tensors, in order."""
+        return tuple(p for p in self.parameters if p.type == "tensor" and p.const)
+
+    @property
+    def output(self) -> Parameter:
+        """The output tensor."""
+        return next(p for p in self.parameters if p.type == "tensor" and not p.const)
+
+    @property
+    def sizes(self) -> tuple[Parameter, ...]:
+        """``size_t`` parameters, in order."""
+        return tuple(p for p in self.parameters if p.type == "size_t")
+
+    @property
+    def scalars(self) -> tuple[Parameter, ...]:
+        """``double`` parameters, in order."""
+        return tuple(p for p in self.parameters if p.type == "double")

@@ -1,0 +1,1 @@
+"""Measuring: races between devices and peers, samples, charts, and the search for the fastest options."""

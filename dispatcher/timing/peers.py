@@ -1,0 +1,425 @@
+"""Other libraries that run the same operators: PyTorch, ONNX Runtime and OpenVINO, for comparison.
+
+A library is imported when one of its peers is made; importing this module loads none of them. Each peer takes the
+input as a NumPy array in host memory and gives the result back as one; weights are known beforehand and packed,
+optimised or compiled as the library likes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dispatcher import registry
+from dispatcher.errors import InputError
+from dispatcher.interface import Timings
+from dispatcher.ops.steps import (
+    ConvTranspose3d,
+    Normalize,
+    Pointwise,
+    Pool,
+    Reduce,
+    ScalarOperand,
+    Softmax,
+    Step,
+    TensorOperand,
+)
+from dispatcher.problem.operator import Operator
+
+#: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
+#: by this factor before it counts as wrong; how far each one was is part of the results.
+PEER_SLACK = 4.0
+
+Tensors = Mapping[str, np.ndarray]
+
+
+class Unsupported(Exception):
+    """A peer cannot run this operator here."""
+
+
+class PeerCall(Protocol):
+    """A prepared peer."""
+
+    def __call__(self, timings: Timings | None = None) -> np.ndarray:
+        """Run once, from the input's array to the result's, and wait for it.
+
+        Args:
+            timings: filled in where the peer runs on a device with a clock of its own; else left alone.
+        """
+
+
+class MakePeer(Protocol):
+    """Prepares a peer for an operator."""
+
+    def __call__(
+        self, operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None
+    ) -> PeerCall:
+        """A call from the input's array to the result's.
+
+        Args:
+            operator: what to compute.
+            tensors: every input tensor by name, of the operator's dtype.
+            threads: threads on the CPU.
+            gpu: number of the CUDA device to run on; None for the CPU.
+
+        Raises:
+            ImportError: the library is not installed.
+            Unsupported: it cannot run the operator there.
+            Exception: whatever the library raises.
+        """
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library in one way of using it.
+
+    Attributes:
+        label: what tables call it.
+        modules: what it imports; all of them have to be installed.
+        make: prepares it.
+        gpu: whether it can run on CUDA devices too.
+    """
+
+    label: str
+    modules: tuple[str, ...]
+    make: MakePeer
+    gpu: bool = False
+
+
+# ---- operators ---------------------------------------------------------------------------------------------
+def chain(operator: Operator) -> Sequence[Step]:
+    """The steps of a pipeline in which each step reads the one before.
+
+    Raises:
+        Unsupported: a step reads another value.
+    """
+    if any(step.source != index for index, step in enumerate(operator.steps)):
+        raise Unsupported("a step reads a value that is not the one before")
+    return operator.steps
+
+
+def scalar(operand: Any) -> float:
+    """The value of a scalar operand."""
+    if not isinstance(operand, ScalarOperand):
+        raise Unsupported(f"expected a number, got {operand}")
+    return operand.value
+
+
+# ---- PyTorch -----------------------------------------------------------------------------------------------
+def torch_peer(
+    operator: Operator,
+    tensors: Tensors,
+    threads: int,
+    gpu: int | None = None,
+    *,
+    last: bool,
+    compiled: bool,
+) -> PeerCall:
+    """PyTorch, eager or compiled, on the CPU or a CUDA device.
+
+    Args:
+        last: keep the convolution's tensors in the memory format channels_last_3d.
+        compiled: use torch.compile.
+    """
+    import torch
+
+    if gpu is None and operator.precision != "fp32":
+        raise Unsupported(f"precision {operator.precision} exists on GPUs only")
+    if gpu is not None and not torch.cuda.is_available():
+        raise Unsupported("this PyTorch sees no CUDA device; install one that is built for CUDA")
+    torch.set_num_threads(threads)  # PyTorch has this for the whole process only
+    device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
+    memory_format = torch.channels_last_3d if last else torch.contiguous_format
+
+    def constant(operand: Any) -> Any:
+        array = torch.from_numpy(tensors[operand.name]).to(device)
+        return array.to(memory_format=memory_format) if array.ndim == 5 else array
+
+    stages = [torch_stage(step, constant) for step in chain(operator)]
+
+    def pipeline(x: Any) -> Any:
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    function: Any = pipeline
+    if compiled:
+        # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
+        torch._dynamo.config.recompile_limit = 64
+        function = torch.compile(pipeline, dynamic=False, fullgraph=True)
+    source = torch.from_numpy(tensors[operator.source])
+    if gpu is not None:
+        return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
+
+    def call(timings: Timings | None = None) -> np.ndarray:
+        with torch.no_grad():
+            result: np.ndarray = function(source.to(memory_format=memory_format)).contiguous().numpy()
+        return result
+
+    return call
+
+
+def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: Any, tf32: bool) -> PeerCall:
+    """A call that uploads, computes and downloads, with an event between each of them."""
+
+    def call(timings: Timings | None = None) -> np.ndarray:
+        # Global settings: another peer of this process may have changed them.
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+        with torch.no_grad(), torch.cuda.device(device):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            events[0].record()
+            x = source.to(device).to(memory_format=memory_format)
+            events[1].record()
+            y = function(x).contiguous()
+            events[2].record()
+            result: np.ndarray = y.cpu().numpy()
+            events[3].record()
+            torch.cuda.synchronize()
+            if timings is not None:
+                spans = [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+                timings.upload_s, timings.kernel_s, timings.download_s = spans
+                timings.clock = "device"
+        return result
+
+    return call
+
+
+def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One step as a PyTorch function.
+
+    Args:
+        step: what to compute.
+        constant: gives the PyTorch tensor of a tensor operand.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    match step:
+        case ConvTranspose3d(geometry=geometry):
+            weight = constant(step.weight)
+            bias = None if step.bias is None else constant(step.bias).flatten()
+            strides, padding, output_padding, dilation = (
+                tuple(getattr(axis, name) for axis in geometry.axes)
+                for name in ("stride", "padding", "output_padding", "dilation")
+            )
+            groups = geometry.groups
+            return lambda x: F.conv_transpose3d(
+                x, weight, bias, strides, padding, output_padding, groups, dilation
+            )
+        case Pointwise(function="gelu"):
+            return lambda x: F.gelu(x)  # noqa: PLW0108 - typed whether PyTorch is installed or not
+        case Pointwise(function="clamp"):
+            low, high = (scalar(operand) for operand in step.arguments)
+            return lambda x: torch.clamp(x, low, high)
+        case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
+            value = constant(operand) if isinstance(operand, TensorOperand) else scalar(operand)
+            return (lambda x: x + value) if function == "add" else (lambda x: x * value)
+        case Normalize(axes=(1,), groups=1, weight=None, bias=None):
+            channels, eps = step.shape[1], step.eps
+            return lambda x: F.layer_norm(x.movedim(1, -1), (channels,), eps=eps).movedim(-1, 1)
+        case Softmax(axes=(2, 3, 4)):
+            return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
+        case Pool(function=("max" | "avg") as function, window=window):
+            pool = F.max_pool3d if function == "max" else F.avg_pool3d
+            return lambda x: pool(x, window)
+        case Reduce(function="sum"):
+            axes = step.axes
+            return lambda x: x.sum(axes, keepdim=True)
+    raise Unsupported(f"step {step.op} has no PyTorch form here")
+
+
+# ---- ONNX --------------------------------------------------------------------------------------------------
+def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
+    """The operator as an ONNX model of one input and one output, weights included."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    nodes: list[Any] = []
+    constants: list[Any] = []
+
+    def constant(value: Any, dtype: Any = np.float32) -> str:
+        name = f"constant_{len(constants)}"
+        constants.append(numpy_helper.from_array(np.ascontiguousarray(value, dtype), name))
+        return name
+
+    def node(op: str, *inputs: str, **attributes: Any) -> str:
+        name = f"value_{len(nodes)}"
+        nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
+        return name
+
+    value = "input"
+    for step in chain(operator):
+        match step:
+            case ConvTranspose3d(geometry=geometry):
+                padding = [axis.padding for axis in geometry.axes]
+                inputs = [value, constant(tensors[step.weight.name])]
+                if step.bias is not None:
+                    inputs.append(constant(tensors[step.bias.name].ravel()))
+                value = node(
+                    "ConvTranspose",
+                    *inputs,
+                    kernel_shape=[axis.kernel for axis in geometry.axes],
+                    strides=[axis.stride for axis in geometry.axes],
+                    pads=padding + padding,
+                    output_padding=[axis.output_padding for axis in geometry.axes],
+                    dilations=[axis.dilation for axis in geometry.axes],
+                    group=geometry.groups,
+                )
+            case Pointwise(function="gelu"):
+                value = node("Gelu", value)
+            case Pointwise(function="clamp"):
+                value = node("Clip", value, *(constant(scalar(operand)) for operand in step.arguments))
+            case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
+                other = tensors[operand.name] if isinstance(operand, TensorOperand) else scalar(operand)
+                value = node("Add" if function == "add" else "Mul", value, constant(other))
+            case Normalize(axes=(1,), groups=1, weight=None, bias=None):
+                # In primitives: both libraries fuse them, and are slower with the LayerNormalization
+                # operator between two transpositions, OpenVINO several times.
+                axes = constant(step.axes, np.int64)
+                centred = node("Sub", value, node("ReduceMean", value, axes, keepdims=1))
+                variance = node("ReduceMean", node("Mul", centred, centred), axes, keepdims=1)
+                deviation = node("Sqrt", node("Add", variance, constant(step.eps)))
+                value = node("Div", centred, deviation)
+            case Softmax(axes=(2, 3, 4)):
+                flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
+                value = node("Softmax", flat, axis=2)
+                value = node("Reshape", value, constant(step.shape, np.int64))
+            case Pool(function=("max" | "avg") as function, window=window):
+                op = "MaxPool" if function == "max" else "AveragePool"
+                value = node(op, value, kernel_shape=list(window), strides=list(window))
+            case Reduce(function="sum"):
+                value = node("ReduceSum", value, constant(step.axes, np.int64), keepdims=1)
+            case _:
+                raise Unsupported(f"step {step.op} has no ONNX form here")
+    nodes[-1].output[0] = "output"
+
+    def info(name: str, shape: Sequence[int]) -> Any:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
+
+    shape = operator.tensor_shapes[operator.source]
+    graph = helper.make_graph(
+        nodes, "problem", [info("input", shape)], [info("output", operator.output_shape)], constants
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model)
+    serialised: bytes = model.SerializeToString()
+    return serialised
+
+
+def _cpu_float32(operator: Operator, gpu: int | None) -> None:
+    """See to it that a peer which computes in float32 on the CPU is asked for nothing else.
+
+    Raises:
+        Unsupported: it is.
+    """
+    if gpu is not None:
+        raise Unsupported("it runs on the CPU here, and the device is a GPU")
+    if operator.dtype != "float32" or operator.precision != "fp32":
+        raise Unsupported(f"it computes in float32 here, not in {operator.dtype} ({operator.precision})")
+
+
+def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+    """ONNX Runtime's CPU provider, writing into an array that is allocated beforehand."""
+    _cpu_float32(operator, gpu)
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        onnx_model(operator, tensors), options, providers=["CPUExecutionProvider"]
+    )
+    x, y = tensors[operator.source], np.empty(operator.output_shape, np.float32)
+
+    def call(timings: Timings | None = None) -> np.ndarray:
+        binding = session.io_binding()
+        binding.bind_input("input", "cpu", 0, np.float32, x.shape, x.ctypes.data)
+        binding.bind_output("output", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        session.run_with_iobinding(binding)
+        return y
+
+    return call
+
+
+def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+    """OpenVINO's CPU plugin in float32. The result is a view of its own output, which saves it a copy."""
+    _cpu_float32(operator, gpu)
+    # OpenVINO brings an older copy of a library along that an OpenCL driver needs: the drivers have to come first.
+    if "opencl" in registry.BACKENDS:
+        from dispatcher.device.selection import backend_devices
+
+        backend_devices("opencl")
+    os.environ.setdefault("OPENVINO_TELEMETRY_DISABLED", "1")
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(onnx_model(operator, tensors))
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+    }
+    compiled = core.compile_model(model, "CPU", settings)
+    x = tensors[operator.source]
+
+    def call(timings: Timings | None = None) -> np.ndarray:
+        result: np.ndarray = compiled(x, share_inputs=True, share_outputs=True)[0]
+        return result
+
+    return call
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+def _torch(label: str, last: bool, compiled: bool) -> Peer:
+    def make(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+        return torch_peer(operator, tensors, threads, gpu, last=last, compiled=compiled)
+
+    return Peer(label, ("torch",), make, gpu=True)
+
+
+#: What can be compared with, by the name that users write.
+PEERS: dict[str, Peer] = {
+    "torch": _torch("torch", last=False, compiled=False),
+    "torch-channels-last": _torch("torch, channels last", last=True, compiled=False),
+    "torch-compile": _torch("torch.compile", last=False, compiled=True),
+    "torch-compile-channels-last": _torch("torch.compile, channels last", last=True, compiled=True),
+    "onnxruntime": Peer("ONNX Runtime", ("onnx", "onnxruntime"), onnxruntime_peer),
+    "openvino": Peer("OpenVINO", ("onnx", "openvino"), openvino_peer),
+}
+#: Distributions whose versions say what was compared with.
+DISTRIBUTIONS = ("torch", "onnx", "onnxruntime", "openvino")
+
+
+def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The peers that a list of names means, each once.
+
+    Args:
+        names: names out of :data:`PEERS`, as a list or as one text with commas.
+
+    Raises:
+        InputError: a name is unknown, or a library is not installed.
+    """
+    if not isinstance(names, str | Sequence):
+        raise InputError(f"against is {names!r}; expected one of {', '.join(PEERS)}, or a list of them")
+    given = names.split(",") if isinstance(names, str) else list(names)
+    found = tuple(dict.fromkeys(str(name).strip() for name in given))
+    for name in found:
+        if name not in PEERS:
+            raise InputError(
+                f"against is {name!r}; expected one of {', '.join(PEERS)}, or several with commas"
+            )
+    for name in found:
+        missing = [module for module in PEERS[name].modules if importlib.util.find_spec(module) is None]
+        if missing:
+            raise InputError(
+                f"against {name} needs {' and '.join(missing)}, which is not installed; "
+                "pip install 'kernel-dispatcher[bench]', or leave it out"
+            )
+    return found

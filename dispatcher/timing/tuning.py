@@ -1,0 +1,243 @@
+"""Finding the fastest options for an operator on a device: every candidate is verified before it is timed.
+
+A backend that can be tuned has two more methods than :class:`dispatcher.interface.Backend` asks for: ``candidates``
+(options worth measuring) and ``remember`` (use these from now on). Tuners made for GPUs drive single kernels that they
+compile themselves; here an option also changes how the host packs weights, lays out scratch and cuts the work, so
+that what has to be timed is a whole compiled operator.
+
+A call's time is the host's, from arrays to arrays. On a GPU that records the time of its kernels it is that time
+instead: copying arrays there and back takes longer than many an operator, and no option changes it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from dispatcher.call.compiled import ProblemLike
+from dispatcher.check.comparison import bounded_reference, compare
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.joining import JoinedDevice
+from dispatcher.device.selection import first_usable, parse_request
+from dispatcher.errors import DeviceError, DispatcherError, InputError
+from dispatcher.interface import Backend, Device, Executable, Timings
+from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.loader import load_problem
+from dispatcher.problem.operator import Operator
+from dispatcher.registry import backend
+
+#: Times that the candidates of the final are run, interleaved.
+REPEATS = 7
+#: Candidates that reach the final.
+FINALISTS = 4
+#: The winner has to be this much faster than the default to be kept.
+LEAST_GAIN = 1.03
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """What a backend offers that can be tuned."""
+
+    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
+        """Options worth measuring; the first stand for the default without any tuning."""
+
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One measured set of options.
+
+    Attributes:
+        options: what was compiled.
+        time_s: median time of a warm call in seconds, or None when it was not timed.
+        reason: why it was not timed or did not reach the final; empty otherwise.
+    """
+
+    options: Mapping[str, Any]
+    time_s: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a search found.
+
+    Attributes:
+        device: the device's id.
+        problem: the problem's name.
+        candidates: every candidate, the default first, then fastest first.
+        best: options of the winner; empty when nothing beats the default.
+        gain: how many times the default's speed the winner has; 1.0 when nothing beats it.
+        clock: of all times: ``host`` for whole calls, ``device`` for their kernels alone.
+    """
+
+    device: str
+    problem: str
+    candidates: tuple[Candidate, ...]
+    best: Mapping[str, Any]
+    gain: float
+    clock: Literal["host", "device"]
+
+    @property
+    def default_s(self) -> float:
+        """Median time of the default."""
+        return self.candidates[0].time_s or 0.0
+
+    @property
+    def best_s(self) -> float:
+        """Median time of the winner."""
+        return self.default_s / self.gain
+
+    def as_dict(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return {
+            "problem": self.problem,
+            "device": self.device,
+            "best": dict(self.best),
+            "gain": self.gain,
+            "clock": self.clock,
+            "candidates": [
+                {"options": dict(each.options), "time_s": each.time_s, "reason": each.reason}
+                for each in self.candidates
+            ],
+        }
+
+
+def tune(
+    tuned: Backend,
+    operator: Operator,
+    device: Device,
+    tensors: Mapping[str, Any],
+    verify: Callable[[Any], str],
+    *,
+    progress: Callable[[float], None] | None = None,
+    keep: bool = True,
+) -> TuneResult:
+    """Measure the backend's candidates for ``operator`` on ``device`` and keep the fastest.
+
+    Args:
+        tuned: the backend of ``device``.
+        tensors: input tensors, as :class:`dispatcher.interface.Executable` takes them.
+        verify: gets a candidate's result; returns why it is wrong, or an empty text.
+        progress: called with the share of the work that is done.
+        keep: make the winner the device's default for such operators.
+
+    Raises:
+        DeviceError: the backend cannot be tuned, or has nothing to tune for this operator.
+    """
+    options = list(tuned.candidates(operator, device)) if isinstance(tuned, Tunable) else []
+    if not options:
+        raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
+    running: list[tuple[Mapping[str, Any], _Timed, float]] = []
+    failed: list[Candidate] = []
+    for index, entry in enumerate(options):
+        try:
+            executable = tuned.compile(operator, device, entry)
+            wrong = verify(executable(tensors))
+        except DispatcherError as error:
+            wrong = str(error).splitlines()[0]
+        if wrong:
+            if index == 0:
+                raise DeviceError(f"{device.id}: the default itself is wrong: {wrong}")
+            failed.append(Candidate(entry, None, wrong))
+        else:
+            timed = _Timed(executable, tensors, device)
+            running.append((entry, timed, timed()))
+        if progress is not None:
+            progress(0.7 * (index + 1) / len(options))
+    default, rest = running[0], sorted(running[1:], key=lambda run: run[2])
+    final = [default, *rest[:FINALISTS]]
+    times: list[list[float]] = [[] for _ in final]
+    for repeat in range(REPEATS):
+        for run, (_, timed, _) in zip(times, final, strict=True):
+            run.append(timed())
+        if progress is not None:
+            progress(0.7 + 0.3 * (repeat + 1) / REPEATS)
+    medians = [statistics.median(run) for run in times]
+    ranked = sorted(
+        (Candidate(entry, median) for (entry, _, _), median in zip(final[1:], medians[1:], strict=True)),
+        key=lambda candidate: candidate.time_s or 0.0,
+    )
+    slower = [Candidate(entry, first, "slower than the finalists") for entry, _, first in rest[FINALISTS:]]
+    best: Mapping[str, Any] = {}
+    gain = 1.0
+    if ranked and ranked[0].time_s and medians[0] / ranked[0].time_s >= LEAST_GAIN:
+        best, gain = ranked[0].options, medians[0] / ranked[0].time_s
+    if keep and isinstance(tuned, Tunable):
+        tuned.remember(operator, device, best or default[0], gain)  # in place of what an earlier search kept
+    candidates = (Candidate(default[0], medians[0]), *ranked, *slower, *failed)
+    return TuneResult(device.id, operator.problem.name, candidates, best, gain, default[1].clock)
+
+
+def tune_problem(
+    problem: ProblemLike,
+    *,
+    device: str | None = None,
+    case: str | None = "sample",
+    dtype: str | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    keep: bool = True,
+    progress: Callable[[float], None] | None = None,
+    **arguments: Any,
+) -> TuneResult:
+    """Find the fastest options for a problem on a device; see :func:`tune`.
+
+    On OpenCL the choice holds for every batch: a small one, such as ``batch_size=2``, makes the search short. On CUDA
+    it holds for every batch that fills the GPU as well; see docs/cuda.md.
+
+    Args:
+        problem: a name, a path, a mapping or a Problem.
+        device: a device request as for :func:`dispatcher.compile`; its best device is tuned.
+        case: the case that the sizes come from; ``arguments`` hold instead of the case's.
+        dtype: of every tensor; float32 if None.
+        precision: ``fp32`` or ``tf32``; each is tuned by itself.
+        seed: of the random tensors.
+        keep: make the winner the device's default for such operators.
+        progress: called with the share of the work that is done.
+
+    Raises:
+        InputError: an argument is wrong.
+        DeviceError: the device does not exist, cannot run the problem, or has nothing to tune.
+    """
+    loaded = load_problem(problem)
+    operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype, precision=precision)
+    chosen, _ = first_usable(parse_request(device))
+    if isinstance(chosen, JoinedDevice):
+        raise InputError(
+            f"device {chosen.id} stands for several devices; tune measures one at a time: name it, such as "
+            f"{chosen.members[0].id}"
+        )
+    refusal = backend(chosen.backend).supports(operator, chosen)
+    if refusal is not None:
+        raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")
+    tensors = random_tensors(operator, seed)
+    reference, bound = bounded_reference(operator, tensors)
+
+    def wrong(result: Any) -> str:
+        return compare(result, reference, bound, dtype=operator.dtype).reason
+
+    return tune(backend(chosen.backend), operator, chosen, tensors, wrong, progress=progress, keep=keep)
+
+
+class _Timed:
+    """A compiled candidate that says how long each call took, and on which clock."""
+
+    def __init__(self, executable: Executable, tensors: Mapping[str, Any], device: Device) -> None:
+        self._executable, self._tensors, self._gpu = executable, tensors, device.kind == "gpu"
+        self.clock: Literal["host", "device"] = "host"
+
+    def __call__(self) -> float:
+        timings = Timings() if self._gpu else None
+        start = time.perf_counter()
+        self._executable(self._tensors, timings=timings)
+        elapsed = time.perf_counter() - start
+        if timings is None or timings.clock != "device" or timings.kernel_s <= 0:
+            return elapsed
+        self.clock = "device"
+        return timings.kernel_s
