@@ -13,7 +13,7 @@ import numpy as np
 from dispatcher.errors import InputError
 
 if TYPE_CHECKING:
-    from dispatcher.timing.racing import Benchmark, Measured, Race
+    from dispatcher.timing.results import Benchmark, Measured, Race
 
 #: Ours in one hue, the peers in muted ones that differ in lightness as well.
 OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14", "#f7b799")
@@ -65,7 +65,7 @@ class Point:
 
 
 def require_matplotlib(path: str) -> None:
-    """See to it that a chart can be drawn to ``path``.
+    """Check that a chart can be drawn to ``path``.
 
     Raises:
         InputError: Matplotlib is not installed, or the file is not to be a PNG.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.errors import InputError
+from dispatcher.errors import DispatcherError, InputError
 from dispatcher.interface import Timings
 from dispatcher.ops.steps import (
     ConvTranspose3d,
@@ -39,7 +39,7 @@ PEER_SLACK = 4.0
 Tensors = Mapping[str, np.ndarray]
 
 
-class Unsupported(Exception):
+class Unsupported(DispatcherError):
     """A peer cannot run this operator here."""
 
 
@@ -314,7 +314,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
 
 
 def _cpu_float32(operator: Operator, gpu: int | None) -> None:
-    """See to it that a peer which computes in float32 on the CPU is asked for nothing else.
+    """Check that a peer which computes in float32 on the CPU is asked for nothing else.
 
     Raises:
         Unsupported: it is.
