@@ -23,7 +23,7 @@ import dispatcher  # noqa: E402
 from dispatcher.device.machine import busy_reason, cores, foreign_load  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
 from dispatcher.timing.racing import environment  # noqa: E402
-from dispatcher.timing.rounds import FmaProbe, threshold_gflops  # noqa: E402
+from dispatcher.timing.rounds import Probe, threshold_gflops  # noqa: E402
 from dispatcher.timing.sampling import Sample, Times, quiet_times  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -95,7 +95,7 @@ class Run:
     head: Mapping[str, Any]
     devices: Sequence[Device]
     left_out: Mapping[str, str]
-    probe: FmaProbe
+    probe: Probe
 
     @classmethod
     def start(cls, program: str, settings: argparse.Namespace) -> Run:
@@ -124,7 +124,7 @@ class Run:
         if not devices:
             say("there is no OpenCL CPU device to measure; pip install '.[cpu]'")
             raise SystemExit(3)
-        return cls(settings, head, devices, left_out, FmaProbe.on(devices[0].index))
+        return cls(settings, head, devices, left_out, Probe.on(devices[0].index))
 
     @property
     def threshold(self) -> float:

@@ -176,12 +176,13 @@ def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: flo
 BEGIN, END = re.compile(r"<!-- cpu-peers: ?(\S*) -->"), "<!-- cpu-peers: end -->"
 
 
-def milliseconds(result: Mapping[str, Any] | None) -> str:
+def milliseconds(result: Mapping[str, Any] | None, digits: int | None = None) -> str:
     """A median in milliseconds; ``~`` stands before one that no quiet sample backs."""
     if result is None:
         return "–"
     median = 1e3 * result["median_s"]
-    return f"{'~' if result['noisy'] else ''}{median:.{1 if median < 100 else 0}f}"
+    digits = (1 if median < 100 else 0) if digits is None else digits
+    return f"{'~' if result['noisy'] else ''}{median:.{digits}f}"
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -195,7 +196,7 @@ def table(report: Mapping[str, Any]) -> str:
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores ({vectors}), with measured {probe['peak_gflops']:.0f} "
         f"GFLOP/s of float32 multiply-adds and {probe['copy_gbytes_per_s']:.0f} GB/s when copying; "
-        f"{report['date']}. {versions}.",
+        f"{report['date']}. {versions}."
     ]
     titles = ["problem", *labels.values(), *(f"best peer / {each['label']}" for each in mine)]
     for label in dict.fromkeys(case["label"] for case in report["cases"]):
@@ -256,59 +257,53 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    labels = list(dict.fromkeys(case["label"] for case in report["cases"]))
-    figure, axes = charts.new_figure(len(labels))
-    mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
-    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
-    colours = charts.colours_of(mine, peers)
-    for row, label in zip(axes, labels, strict=True):
-        cases = [case for case in report["cases"] if case["label"] == label]
-        charts.draw_bars(
-            row[0],
-            [charts.short(case["problem"]) for case in cases],
-            [
-                charts.Bars(
-                    each["label"],
-                    colours[each["name"]],
-                    [_times(case["results"].get(each["name"])) for case in cases],
-                )
-                for each in report["contenders"]
-            ],
-        )
-        _roofline(row[1], report, cases, colours)
-        row[0].set_title(f"Time of a call, {label} (median, quartiles)", loc="left")
-        row[1].set_title(f"Roofline, {label}", loc="left")
-    machine = report["machine"]
-    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    charts.save(figure, path)
-
-
-def _times(result: Mapping[str, Any] | None) -> tuple[float, float, float] | None:
-    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
-
-
-def _roofline(axis: Any, report: Mapping[str, Any], cases: Sequence[Any], colours: Mapping[str, str]) -> None:
-    probe = report["probe"]
-    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
     mine = [each for each in report["contenders"] if each["device"] is not None]
+    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
+    colours = charts.colours_of([each["name"] for each in mine], peers)
     best_colour = charts.PEER_COLOURS[3]
-    points: list[charts.Point] = []
-    markers: dict[str, str] = {}
-    for number, case in enumerate(cases):
-        marker = charts.MARKERS[number % len(charts.MARKERS)]
-        markers[charts.short(case["problem"])] = marker
-        intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
-        if case["best_peer"] is not None:
-            rate = results[case["best_peer"]]["gflops"]
-            points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
-        points += [
-            charts.Point(intensity, results[each["name"]]["gflops"], marker, colours[each["name"]])
-            for each in mine
-            if each["name"] in results
-        ]
+    probe, machine = report["probe"], report["machine"]
+    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
     legend = {each["label"]: (colours[each["name"]], False) for each in mine}
-    charts.draw_roofline(axis, [roof], points, markers, {**legend, "best peer": (best_colour, True)})
+    panels = []
+    for label in dict.fromkeys(case["label"] for case in report["cases"]):
+        cases = [case for case in report["cases"] if case["label"] == label]
+        points: list[charts.Point] = []
+        markers: dict[str, str] = {}
+        for number, case in enumerate(cases):
+            marker = charts.MARKERS[number % len(charts.MARKERS)]
+            markers[charts.short(case["problem"])] = marker
+            intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
+            if case["best_peer"] is not None:
+                rate = results[case["best_peer"]]["gflops"]
+                points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
+            points += [
+                charts.Point(intensity, results[name]["gflops"], marker, colours[name])
+                for name in (each["name"] for each in mine)
+                if name in results
+            ]
+        series = [
+            charts.Bars(each["label"], colours[each["name"]], [_times(case, each["name"]) for case in cases])
+            for each in report["contenders"]
+        ]
+        panels.append(
+            charts.Panel(
+                (f"Time of a call, {label} (median, quartiles)", f"Roofline, {label}"),
+                [charts.short(case["problem"]) for case in cases],
+                series,
+                [roof],
+                points,
+                markers,
+                {**legend, "best peer": (best_colour, True)},
+            )
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}"
+    charts.draw(panels, title, path)
+
+
+def _times(case: Mapping[str, Any], name: str) -> tuple[float, float, float] | None:
+    result = case["results"].get(name)
+    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
 
 
 # ---- the program -------------------------------------------------------------------------------------------

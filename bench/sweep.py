@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
-from bench.cpu_peers import conclude, contenders_of, race  # noqa: E402
+from bench.cpu_peers import conclude, contenders_of, milliseconds, race  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
 from dispatcher.device.machine import cores  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
@@ -156,10 +156,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     rows = []
     for entry in report["entries"]:
         cells = [str(entry["index"]), entry["geometry"], f"{entry['flops'] / 1e9:.2f}"]
-        for name in labels:
-            result = entry["results"].get(name)
-            mark = "~" if result and result["noisy"] else ""
-            cells.append("–" if result is None else f"{mark}{1e3 * result['median_s']:.2f}")
+        cells += [milliseconds(entry["results"].get(name), 2) for name in labels]
         ratios = entry["ratios"]
         rows.append([*cells, *(f"{ratios[name]['value']:.2f}" if name in ratios else "–" for name in mine)])
     lines = common.markdown([*titles, *(f"ratio, {labels[name]}" for name in mine)], rows)

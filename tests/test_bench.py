@@ -133,11 +133,11 @@ def test_a_contender_that_fails_in_the_middle_is_kept_with_its_reason() -> None:
 def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "PROBE_PAUSE_S", 0.0)
     rates = iter([30.0, 50.0, 90.0])
-    probe = rounds.FmaProbe(best=100.0, _run=lambda: next(rates))
+    probe = rounds.Probe(best=100.0, _run=lambda: next(rates))
     assert probe.read(0.7) == 90.0
-    slow = rounds.FmaProbe(best=100.0, _run=lambda: 30.0)
+    slow = rounds.Probe(best=100.0, _run=lambda: 30.0)
     assert slow.read(0.7) == 30.0
-    assert rounds.FmaProbe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
+    assert rounds.Probe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
 
 
 def test_a_busy_machine_is_refused(

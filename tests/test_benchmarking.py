@@ -516,7 +516,7 @@ def some_peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Peers that are right, slow, wrong, changing and unable; gives what they were made with."""
     seen: list[Any] = []
     table = {
-        "right": Peer("Right", (), make_peer(lambda result: result, seen), gpu=True),
+        "right": Peer("Right", (), make_peer(lambda result: result, seen)),
         "slow": Peer("Slow", (), make_peer(slow)),
         "wrong": Peer("Wrong", (), make_peer(lambda result: result * np.float32(1.001))),
         "unable": Peer("Unable", (), unsupported),

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dispatcher.device.selection import describe
 from dispatcher.timing.sampling import Sample, seconds_since
@@ -96,24 +96,13 @@ def threshold_gflops(limit: float, best: float) -> float:
     return limit if limit > 1 else limit * best
 
 
-class Probe(Protocol):
-    """Says how fast the machine is right now."""
-
-    @property
-    def best(self) -> float:
-        """The highest rate that it ever read, GFLOP/s."""
-
-    def read(self, limit: float) -> float:
-        """The rate now, GFLOP/s; tries a few times to reach ``limit`` (see :func:`threshold_gflops`)."""
-
-
 @dataclass
-class FmaProbe:
-    """Multiply-adds a second on all cores, by an OpenCL kernel of about a millisecond.
+class Probe:
+    """How fast the machine is right now: multiply-adds a second on all cores, by an OpenCL kernel of a millisecond.
 
     Attributes:
         name: the OpenCL device.
-        best: see :class:`Probe`.
+        best: the highest rate that it ever read, GFLOP/s.
         copy_gbytes_per_s: bytes read plus bytes written a second when copying memory, on all cores.
     """
 
@@ -123,7 +112,7 @@ class FmaProbe:
     _run: Callable[[], float] = field(default=lambda: 0.0, repr=False)
 
     @classmethod
-    def on(cls, index: int, *, copy_bytes: int = 256 << 20) -> FmaProbe:
+    def on(cls, index: int, *, copy_bytes: int = 256 << 20) -> Probe:
         """A probe on the OpenCL CPU device of that index, calibrated.
 
         Args:
@@ -141,6 +130,7 @@ class FmaProbe:
         return calibrated
 
     def read(self, limit: float) -> float:
+        """The rate now, GFLOP/s; tries a few times to reach ``limit`` (see :func:`threshold_gflops`)."""
         fastest = 0.0
         for attempt in range(PROBE_TRIES if math.isfinite(limit) else 1):
             if attempt:
