@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import re
@@ -16,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dispatcher  # noqa: E402
 from dispatcher.device.machine import busy_reason, cores, foreign_load  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.timing.contenders import Contender, Lineup, Witness  # noqa: E402
 from dispatcher.timing.racing import environment  # noqa: E402
-from dispatcher.timing.rounds import Probe, threshold_gflops  # noqa: E402
+from dispatcher.timing.rounds import Order, Probe, sample_beside, threshold_gflops  # noqa: E402
 from dispatcher.timing.sampling import Sample, Times, quiet_times  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -174,6 +179,67 @@ def device_label(device: Device) -> str:
     """What tables call our backend on a device."""
     platform = str(device.facts.get("platform", device.name))
     return f"ours on {SHORT_PLATFORMS.get(platform, platform)}"
+
+
+# ---- one case ----------------------------------------------------------------------------------------------
+def race(
+    title: str,
+    operator: Operator,
+    tensors: Mapping[str, np.ndarray],
+    makers: Mapping[str, Callable[[], Contender]],
+    probe: Probe,
+    settings: argparse.Namespace,
+    order: Order = "random",
+) -> dict[str, Any]:
+    """Prepare, check and time contenders on one operator.
+
+    Args:
+        title: what progress lines say of it.
+        operator: what to compute.
+        tensors: every input tensor by name.
+        makers: name to a function that prepares the contender.
+        probe: of the machine's speed.
+        settings: the program's options.
+        order: see :class:`dispatcher.timing.rounds.Schedule`.
+
+    Returns:
+        Why contenders failed, and of the others the samples and what is known of them. Statistics come later, since
+        they depend on the whole run's fastest probe.
+    """
+    batch = operator.output_shape[0]
+    items = sorted({0, batch // 2, batch - 1})
+    lineup = Lineup(tensors, Witness(operator, tensors, items))
+    for name, make in makers.items():
+        say(f"{title}: preparing {name}")
+        lineup.enter(name, make)
+    say(f"{title}: reference")
+    lineup.judge()
+    for each in list(lineup.contenders):
+        lineup.attempt(each, each.untimed)
+    lineup.judge()
+    gc.collect()
+    sampling = sample_beside(
+        probe,
+        settings.quiet_limit,
+        {each.name: each.timed for each in lineup.contenders},
+        settings.repeats,
+        order=order,
+        progress=lambda count, share: say(f"{title}: round {count}"),
+    )
+    failures = {failure.name: failure.reason for failure in lineup.failures} | sampling.failures
+    for name, reason in failures.items():
+        say(f"{title}: {name} is out: {reason}")
+    results = {
+        each.name: {
+            "setup_s": each.compile_s + each.first_s,
+            "error_over_bound": each.comparison.max_error_over_bound,
+            **each.facts(),
+            "samples": sample_lists(sampling.samples[each.name]),
+        }
+        for each in lineup.contenders
+        if each.name not in failures and each.comparison is not None
+    }
+    return {"verified_images": items, "failures": failures, "results": results}
 
 
 # ---- results -----------------------------------------------------------------------------------------------

@@ -13,12 +13,11 @@ float32. Every result is checked against the NumPy reference before anything is 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,9 +39,9 @@ from dispatcher.interface import Timings  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 from dispatcher.timing import charts, contenders  # noqa: E402
-from dispatcher.timing.contenders import Lineup, OtherLibrary, Witness  # noqa: E402
+from dispatcher.timing.contenders import OtherLibrary  # noqa: E402
 from dispatcher.timing.peers import PEERS  # noqa: E402
-from dispatcher.timing.rounds import Probe, sample_beside  # noqa: E402
+from dispatcher.timing.rounds import Probe  # noqa: E402
 from dispatcher.timing.sampling import Times, ratio, seconds_since  # noqa: E402
 
 PROGRAM, SCHEMA = "cpu_peers", 1
@@ -89,12 +88,15 @@ class Ours(contenders.Contender):
         start = time.perf_counter()
         constants = {name: array for name, array in tensors.items() if name != operator.source}
         known: dict[str, Any] = {**operator.sizes, **operator.scalars, **constants}
-        self.compiled = dispatcher.compile(operator.problem, device=device, **known)
+        self._compiled = dispatcher.compile(operator.problem, device=device, **known)
         self.compile_s = seconds_since(start)
         self._x = {operator.source: tensors[operator.source]}
 
     def run(self, timings: Timings | None = None) -> np.ndarray:
-        return np.asarray(self.compiled(**self._x))
+        return np.asarray(self._compiled(**self._x))
+
+    def facts(self) -> dict[str, Any]:
+        return {"launches": self._compiled.explain().as_dict()["launches"]}
 
 
 def race(
@@ -105,55 +107,15 @@ def race(
     settings: argparse.Namespace,
     seed: int = SEED,
 ) -> dict[str, Any]:
-    """Prepare, check and time every contender on one operator.
-
-    Args:
-        title: what progress lines say of it.
-        seed: of the tensors.
-
-    Returns:
-        Why contenders failed, and of the others the samples and what is known of them. Statistics come later,
-        since they depend on the whole run's fastest probe; see :func:`conclude`.
-    """
+    """Prepare, check and time every contender on one operator, on tensors of a seed; see :func:`common.race`."""
     tensors = random_tensors(operator, seed)
-    batch = operator.output_shape[0]
-    items = sorted({0, batch // 2, batch - 1})
-    lineup = Lineup(tensors, Witness(operator, tensors, items))
-    for entrant in entrants:
-        say(f"{title}: preparing {entrant.label}")
-        made: partial[contenders.Contender] = (
-            partial(OtherLibrary, operator, tensors, entrant.name)
-            if entrant.device is None
-            else partial(Ours, operator, tensors, entrant.device)
-        )
-        lineup.enter(entrant.name, made)
-    say(f"{title}: reference")
-    lineup.judge()
-    for each in list(lineup.contenders):
-        lineup.attempt(each, each.untimed)
-    lineup.judge()
-    gc.collect()
-    sampling = sample_beside(
-        probe,
-        settings.quiet_limit,
-        {each.name: each.run for each in lineup.contenders},
-        settings.repeats,
-        progress=lambda count, share: say(f"{title}: round {count}"),
-    )
-    failures = {failure.name: failure.reason for failure in lineup.failures} | sampling.failures
-    for name, reason in failures.items():
-        say(f"{title}: {name} is out: {reason}")
-    results: dict[str, dict[str, Any]] = {}
-    for each in lineup.contenders:
-        if each.name not in failures and each.comparison is not None:
-            results[each.name] = {
-                "setup_s": each.compile_s + each.first_s,
-                "error_over_bound": each.comparison.max_error_over_bound,
-            }
-            if isinstance(each, Ours):
-                results[each.name]["launches"] = each.compiled.explain().as_dict()["launches"]
-            results[each.name]["samples"] = common.sample_lists(sampling.samples[each.name])
-    return {"seed": seed, "verified_images": items, "failures": failures, "results": results}
+    makers: dict[str, Callable[[], contenders.Contender]] = {
+        each.name: partial(OtherLibrary, operator, tensors, each.name)
+        if each.device is None
+        else partial(Ours, operator, tensors, each.device)
+        for each in entrants
+    }
+    return {"seed": seed, **common.race(title, operator, tensors, makers, probe, settings)}
 
 
 def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: float) -> None:

@@ -24,6 +24,7 @@ from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
+from dispatcher.timing.rounds import timed
 from dispatcher.timing.sampling import Times, host_caches, seconds_since
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,14 @@ class Contender:
     def run_aside(self) -> None:
         """One call that leaves alone what :meth:`get_ready` has made ready."""
         self.run()
+
+    def timed(self) -> float:
+        """Seconds of one call, and of nothing around it."""
+        return timed(self.run)()
+
+    def facts(self) -> dict[str, Any]:
+        """What else a result file has to say of it."""
+        return {}
 
     def get_ready(self) -> None:
         """What has to be done before a call, outside the time."""

@@ -1,0 +1,258 @@
+"""Two checkouts of this repository against each other on the CPU, in one interleaved run: is the new one slower?
+
+    python bench/compare_checkouts.py ../old ../new                      the five problems, batch 2 (asym-input: 1)
+    python bench/compare_checkouts.py ../old . --problems my.yaml --batch 8 --devices opencl:0
+
+Each checkout runs in a child process of its own, which stays alive and is told over a pipe when to take a sample: one
+at a time, in the order A B, B A. Both get the same input tensors, and the results of both are checked against the NumPy
+reference first. A sample is a warm call with ``output=`` on the host's clock, and the kernels of another call on the
+device's clock. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import dispatcher  # noqa: E402
+from bench import common  # noqa: E402
+from bench.common import Run, say  # noqa: E402
+from bench.cpu_peers import SMALL_BATCH, SMALL_BATCHES, assignment  # noqa: E402
+from dispatcher.call.explanation import operator_dict  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
+from dispatcher.device.machine import cores  # noqa: E402
+from dispatcher.device.splitting import batch_parameter, with_batch  # noqa: E402
+from dispatcher.interface import Device, Timings  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.timing.contenders import Contender  # noqa: E402
+from dispatcher.timing.differences import judge  # noqa: E402
+from dispatcher.timing.sampling import Sample, quiet_times, ratio  # noqa: E402
+
+PROGRAM = "compare_checkouts"
+REPEATS = 15
+SIDES = ("old", "new")
+
+
+class Checkout:
+    """A checkout, and the child process that runs it."""
+
+    def __init__(self, side: str, folder: Path) -> None:
+        self.side, self.folder = side, folder.resolve()
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "bench" / "checkout_child.py")],
+            cwd=self.folder, env={**os.environ, "PYTHONPATH": str(self.folder)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        found = self.ask("start")
+        self.devices: dict[str, str] = found["devices"]
+        if not Path(found["package"]).is_relative_to(self.folder):
+            self.close()
+            raise RuntimeError(f"{folder} is no checkout: the child found {found['package']}")
+
+    def ask(self, task: str, **request: Any) -> dict[str, Any]:
+        """Have the child do something, and wait for its answer.
+
+        Raises:
+            RuntimeError: it failed, or the child ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"task": task, **request}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the child process ended"}
+        if "error" in answer:
+            raise RuntimeError(f"the {self.side} checkout: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """Let the child end."""
+        self._process.communicate()
+
+    def facts(self) -> dict[str, Any]:
+        """What a result file says of it."""
+
+        def git(*arguments: str) -> str:
+            command = ["git", "-C", str(self.folder), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+        return {"commit": git("rev-parse", "HEAD") or None, "changed": bool(git("status", "--porcelain"))}
+
+
+class Side(Contender):
+    """A checkout on one operator."""
+
+    def __init__(
+        self, operator: Operator, checkout: Checkout, problem: str, device: Device, files: Mapping[str, str]
+    ) -> None:
+        super().__init__(operator, checkout.side, f"the {checkout.side} checkout")
+        self._checkout, self._result = checkout, str(Path(files[operator.source]).parent / checkout.side)
+        seen = checkout.devices.get(device.id)
+        if seen != device.name:
+            raise RuntimeError(f"{self.where} has {seen} as {device.id}; expected {device.name}")
+        self.kernels: list[float] = []
+        prepared = checkout.ask(
+            "prepare", problem=problem, device=device.id, source=operator.source, files=files,
+            numbers={**operator.sizes, **operator.scalars},
+        )  # fmt: skip
+        self.compile_s, self._launches = prepared["setup_s"], prepared["launches"]
+
+    def run(self, timings: Timings | None = None) -> np.ndarray:
+        self._checkout.ask("run", file=self._result + ".npy")
+        result: np.ndarray = np.load(self._result + ".npy")
+        return result
+
+    def timed(self) -> float:
+        answer = self._checkout.ask("sample")
+        self.kernels.append(answer["kernel_s"])
+        return float(answer["wall_s"])
+
+    def facts(self) -> dict[str, Any]:
+        return {"launches": self._launches, "kernel_seconds": self.kernels}
+
+
+def compare(
+    operator: Operator, problem: str, device: Device, checkouts: Sequence[Checkout], run: Run
+) -> dict[str, Any]:
+    """Samples of both checkouts on one operator and device."""
+    tensors = random_tensors(operator, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: str(Path(folder) / f"{name}.npy") for name in tensors}
+        for name, array in tensors.items():
+            np.save(files[name], array)
+        makers = {each.side: partial(Side, operator, each, problem, device, files) for each in checkouts}
+        title = f"{operator.problem.name}, {device.id}"
+        case = common.race(title, operator, tensors, makers, run.probe, run.settings, "mirrored")
+    facts = {"device": device.id, "label": common.device_label(device), "batch": operator.output_shape[0]}
+    return {**operator_dict(operator), **facts, **case}
+
+
+def conclude(case: dict[str, Any], threshold: float) -> None:
+    """Put statistics and differences into a case."""
+    case["differences"] = {}
+    results = case["results"]
+    for result in results.values():
+        common.add_statistics(result, threshold)
+    if not set(SIDES) <= set(results):
+        return
+    for what in ("wall", "kernel"):
+        both = []
+        for result in (results[side] for side in SIDES):
+            samples = [Sample(*sample) for sample in result["samples"]]
+            if what == "kernel":
+                pairs = zip(samples, result["kernel_seconds"], strict=True)
+                samples = [replace(sample, seconds=seconds) for sample, seconds in pairs]
+            both.append(quiet_times(samples, threshold))
+        old, new = both
+        if old.min_s > 0 and new.min_s > 0:
+            found = judge((case["problem"], case["device"]), what, old, new)
+            case["differences"][what] = {
+                **{f"{side}_s": times.median_s for side, times in zip(SIDES, both, strict=True)},
+                **{f"{side}_quartiles_s": times.quartiles_s for side, times in zip(SIDES, both, strict=True)},
+                "ratio": asdict(ratio(new, old)),
+                "interval": [found.low, found.high],
+                "verdict": found.verdict,
+            }
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """The differences as a table."""
+    rows, notes = [], []
+    for case in report["cases"]:
+        for what, found in case["differences"].items():
+            mark = "~" if found["ratio"]["noisy"] else ""
+            cells = [f"`{case['problem']}`, batch {case['batch']}", case["label"], what]
+            for side in SIDES:
+                low, high = (1e3 * seconds for seconds in found[f"{side}_quartiles_s"])
+                cells.append(f"{mark}{1e3 * found[f'{side}_s']:.2f} ({low:.2f}–{high:.2f})")
+            spread, interval = found["ratio"], found["interval"]
+            cells.append(f"{mark}**{spread['value']:.3f}** ({spread['low']:.3f}–{spread['high']:.3f})")
+            rows.append([*cells, f"{interval[0]:.3f}–{interval[1]:.3f}", found["verdict"]])
+        notes += [f"- {case['problem']}, {case['device']}: {reason}" for reason in case["failures"].values()]
+    titles = ("problem", "device", "time", "old, ms", "new, ms", "new / old", "99 % interval", "new is")
+    lines = common.markdown(titles, rows)
+    if notes:
+        lines += ["", "Not measured:", "", *notes]
+    results = [result for case in report["cases"] for result in case["results"].values()]
+    return "\n".join([*lines, "", common.drop_note(report, results)])
+
+
+def operator_of(name: str, settings: argparse.Namespace) -> Operator:
+    """A problem of the newer kind's reading, at the sizes to compare.
+
+    Raises:
+        InputError: there is no such problem, or a size is wrong.
+    """
+    problem = dispatcher.load_problem(name)
+    case = settings.case if settings.case in problem.cases else next(iter(problem.cases), None)
+    sizes = {key: value for key, value in settings.set if problem.parameter(key) is not None}
+    operator = bind_numbers(problem, sizes, "time", case=case)
+    parameter, _ = batch_parameter(operator)
+    batch = settings.batch or SMALL_BATCHES.get(problem.name, SMALL_BATCH)
+    return with_batch(operator, parameter, batch) if parameter else operator
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the results, print the table."""
+    parser = common.new_parser(PROGRAM, __doc__, REPEATS)
+    add = parser.add_argument
+    add("old", type=Path, help="folder of the checkout to start from")
+    add("new", type=Path, help="folder of the checkout that is judged")
+    add("--problems", nargs="+", metavar="NAME", default=list(dispatcher.problems()),
+        help="bundled problems, or problem files (default: the bundled ones)")  # fmt: skip
+    add("--case", default="kernelbench",
+        help="where sizes come from; a problem without it gives its first (default: %(default)s)")  # fmt: skip
+    add("--batch", type=common.at_least(1), help="batch size, instead of 2 (asym-input: 1)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", type=assignment,
+        help="another size, for all problems that have it")  # fmt: skip
+    settings = parser.parse_args(arguments)
+    operators = {}
+    for name in settings.problems:
+        operator = operator_of(name, settings)
+        path = operator.problem.path
+        bundled = operator.problem.name in dispatcher.problems() and name == operator.problem.name
+        operators[name if bundled or path is None else str(Path(path).resolve())] = operator
+    run = Run.start(PROGRAM, settings)
+    cases: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        try:
+            checkouts = [
+                stack.enter_context(closing(Checkout(each, getattr(settings, each)))) for each in SIDES
+            ]
+        except RuntimeError as error:
+            say(f"{PROGRAM}: {error}")
+            return 2
+        try:
+            for problem, operator in operators.items():
+                for device in run.devices:
+                    cases.append(compare(operator, problem, device, checkouts, run))
+        except KeyboardInterrupt:
+            if not cases:
+                raise
+            say("interrupted: reporting the cases before")
+    for case in cases:
+        conclude(case, run.threshold)
+    sides = {checkout.side: checkout.facts() for checkout in checkouts}
+    report = run.report(threads=cores(), precision="float32", checkouts=sides, cases=cases)
+    common.keep(report, settings.output)
+    print(report_text(report))
+    return 1 if any(case["failures"] for case in cases) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
