@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,12 @@ class Child:
     """Holds one prepared call at a time, and its result's array."""
 
     def start(self) -> dict[str, Any]:
-        """Say which package this is, and which devices it sees."""
-        devices = {device.id: device.name for device in dispatcher.devices() if device.available}
-        return {"package": os.path.realpath(dispatcher.__file__), "devices": devices}
+        """Say which package this is."""
+        return {"package": os.path.realpath(dispatcher.__file__)}
+
+    def devices(self) -> dict[str, Any]:
+        """The devices that it sees, id to name."""
+        return {device.id: device.name for device in dispatcher.devices() if device.available}
 
     def prepare(
         self, problem: str, device: str, numbers: dict[str, Any], source: str, files: dict[str, str]
@@ -80,13 +82,10 @@ def main() -> None:
     child = Child()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a driver prints is no answer
-    tasks: dict[str, Callable[..., dict[str, Any]]] = {
-        task.__name__: task for task in (child.start, child.prepare, child.run, child.sample)
-    }
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = tasks[request.pop("task")](**request)
+            answer = getattr(child, request.pop("task"))(**request)
         except Exception as error:  # the parent reports it
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         print(json.dumps(answer), file=answers, flush=True)

@@ -215,7 +215,7 @@ def race(
     say(f"{title}: reference")
     lineup.judge()
     for each in list(lineup.contenders):
-        lineup.attempt(each, each.untimed)
+        lineup.attempt(each, each.call)
     lineup.judge()
     gc.collect()
     sampling = sample_beside(

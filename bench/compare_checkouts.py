@@ -59,11 +59,11 @@ class Checkout:
             cwd=self.folder, env={**os.environ, "PYTHONPATH": str(self.folder)}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        found = self.ask("start")
-        self.devices: dict[str, str] = found["devices"]
-        if not Path(found["package"]).is_relative_to(self.folder):
+        package = self.ask("start")["package"]
+        if not Path(package).is_relative_to(self.folder):
             self.close()
-            raise RuntimeError(f"{folder} is no checkout: the child found {found['package']}")
+            raise RuntimeError(f"{folder} is no checkout: the child found {package}")
+        self.devices = self.ask("devices")
 
     def ask(self, task: str, **request: Any) -> dict[str, Any]:
         """Have the child do something, and wait for its answer.
