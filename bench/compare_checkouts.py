@@ -11,7 +11,6 @@ device's clock. See bench/README.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -32,13 +31,9 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
-from bench.cpu_peers import SMALL_BATCH, SMALL_BATCHES, assignment  # noqa: E402
 from dispatcher.call.explanation import operator_dict  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.machine import cores  # noqa: E402
-from dispatcher.device.splitting import batch_parameter, with_batch  # noqa: E402
 from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 from dispatcher.timing.contenders import Contender  # noqa: E402
 from dispatcher.timing.differences import judge  # noqa: E402
@@ -192,21 +187,6 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", common.drop_note(report, results)])
 
 
-def operator_of(name: str, settings: argparse.Namespace) -> Operator:
-    """A problem of the newer kind's reading, at the sizes to compare.
-
-    Raises:
-        InputError: there is no such problem, or a size is wrong.
-    """
-    problem = dispatcher.load_problem(name)
-    case = settings.case if settings.case in problem.cases else next(iter(problem.cases), None)
-    sizes = {key: value for key, value in settings.set if problem.parameter(key) is not None}
-    operator = bind_numbers(problem, sizes, "time", case=case)
-    parameter, _ = batch_parameter(operator)
-    batch = settings.batch or SMALL_BATCHES.get(problem.name, SMALL_BATCH)
-    return with_batch(operator, parameter, batch) if parameter else operator
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     parser = common.new_parser(PROGRAM, __doc__, REPEATS)
@@ -217,18 +197,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="bundled problems, or problem files (default: the bundled ones)")  # fmt: skip
     add("--case", default="kernelbench",
         help="where sizes come from; a problem without it gives its first (default: %(default)s)")  # fmt: skip
-    add("--batch", type=common.at_least(1), help="batch size, instead of 2 (asym-input: 1)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", type=assignment,
-        help="another size, for all problems that have it")  # fmt: skip
+    common.add_sizes(parser)
     settings = parser.parse_args(arguments)
     operators = {}
     for name in settings.problems:
-        operator = operator_of(name, settings)
-        path = operator.problem.path
-        bundled = operator.problem.name in dispatcher.problems() and name == operator.problem.name
-        operators[name if bundled or path is None else str(Path(path).resolve())] = operator
+        cases_known = dispatcher.load_problem(name).cases
+        case = settings.case if settings.case in cases_known else next(iter(cases_known), None)
+        given = name if name in dispatcher.problems() else str(Path(name).resolve())
+        operators[given] = common.small_operator(name, settings, case)
     run = Run.start(PROGRAM, settings)
-    cases: list[dict[str, Any]] = []
     with ExitStack() as stack:
         try:
             checkouts = [
@@ -237,21 +214,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             say(f"{PROGRAM}: {error}")
             return 2
-        try:
-            for problem, operator in operators.items():
-                for device in run.devices:
-                    cases.append(compare(operator, problem, device, checkouts, run))
-        except KeyboardInterrupt:
-            if not cases:
-                raise
-            say("interrupted: reporting the cases before")
-    for case in cases:
-        conclude(case, run.threshold)
+        cases = common.until_interrupted(
+            partial(compare, operator, problem, device, checkouts, run)
+            for problem, operator in operators.items()
+            for device in run.devices
+        )
+    for each in cases:
+        conclude(each, run.threshold)
     sides = {checkout.side: checkout.facts() for checkout in checkouts}
-    report = run.report(threads=cores(), precision="float32", checkouts=sides, cases=cases)
+    report = run.report(checkouts=sides, cases=cases)
     common.keep(report, settings.output)
     print(report_text(report))
-    return 1 if any(case["failures"] for case in cases) else 0
+    return 1 if any(each["failures"] for each in cases) else 0
 
 
 if __name__ == "__main__":

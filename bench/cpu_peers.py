@@ -33,7 +33,6 @@ from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
 from dispatcher.call.explanation import operator_dict  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.machine import cores  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
@@ -48,14 +47,14 @@ PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
 SMALL, FULL = "small batches", "kernelbench cases"
-SMALL_BATCH = 2
-SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
 
 
 def bind_case(problem: str, batch: int | None, overrides: Mapping[str, int] | None = None) -> Operator:
-    """A problem at its `kernelbench` sizes, with another batch size and other sizes where given."""
+    """A problem at its `kernelbench` sizes, with another batch size, and other sizes where it has them."""
+    loaded = dispatcher.load_problem(problem)
     sizes = dict(overrides or {}) | ({} if batch is None else {"batch_size": batch})
-    return bind_numbers(dispatcher.load_problem(problem), sizes, "time", case="kernelbench")
+    known = {name: value for name, value in sizes.items() if loaded.parameter(name) is not None}
+    return bind_numbers(loaded, known, "time", case="kernelbench")
 
 
 # ---- one case ----------------------------------------------------------------------------------------------
@@ -277,34 +276,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="problems to measure (default: all)")  # fmt: skip
     add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
         help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
-    add("--batch", type=common.at_least(1), help="batch size, instead of 2 (asym-input: 1)")
     add("--full", action="store_true", help="measure the kernelbench cases as well")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", type=assignment,
-        help="another size, for all problems that have it")  # fmt: skip
+    common.add_sizes(parser)
     add("--table", action="store_true", help="write README.md's table")
     add("--readme", type=Path, default=ROOT / "README.md", help="the file with the table's markers")
     add("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, take this file")
     return parser.parse_args(arguments)
-
-
-def assignment(text: str) -> tuple[str, int]:
-    """An argument type: ``NAME=VALUE`` with a whole number."""
-    name, _, value = text.partition("=")
-    if not name.isidentifier() or not value.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a whole number")
-    return name, int(value)
-
-
-def cases_of(settings: argparse.Namespace) -> list[tuple[Operator, str]]:
-    """The operators to measure, with the label of the table that each belongs to."""
-    cases = []
-    for label in (SMALL, FULL) if settings.full else (SMALL,):
-        for problem in settings.problems:
-            batch = settings.batch or SMALL_BATCHES.get(problem, SMALL_BATCH)
-            known = {parameter.name for parameter in dispatcher.load_problem(problem).sizes}
-            sizes = {name: value for name, value in settings.set if name in known}
-            cases.append((bind_case(problem, batch if label == SMALL else None, sizes), label))
-    return cases
 
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
@@ -313,23 +290,21 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: see :meth:`bench.common.Run.start`.
     """
+    operators = [(common.small_operator(problem, settings), SMALL) for problem in settings.problems]
+    if settings.full:
+        operators += [(bind_case(problem, None, dict(settings.set)), FULL) for problem in settings.problems]
     run = Run.start(PROGRAM, settings)
     entrants = contenders_of(run)
-    cases = []
-    try:
-        for operator, label in cases_of(settings):
-            facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
-            title = f"{operator.problem.name}, {label}"
-            cases.append({**facts, **race(operator, title, entrants, run.probe, settings)})
-    except KeyboardInterrupt:
-        if not cases:
-            raise
-        say("interrupted: reporting the cases before")
-    for case in cases:
-        conclude(case, entrants, run.threshold)
+
+    def case(operator: Operator, label: str) -> dict[str, Any]:
+        facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
+        title = f"{operator.problem.name}, {label}"
+        return {**facts, **race(operator, title, entrants, run.probe, settings)}
+
+    cases = common.until_interrupted(partial(case, *each) for each in operators)
+    for each in cases:
+        conclude(each, entrants, run.threshold)
     return run.report(
-        threads=cores(),
-        precision="float32",
         devices={device.id: {"name": device.name, **device.facts} for device in run.devices},
         contenders=[asdict(entrant) for entrant in entrants],
         cases=cases,
