@@ -143,25 +143,19 @@ def conclude(case: dict[str, Any], threshold: float) -> None:
     results = case["results"]
     for result in results.values():
         common.add_statistics(result, threshold)
-    if not set(SIDES) <= set(results):
-        return
-    for what in ("wall", "kernel"):
-        both = []
-        for result in (results[side] for side in SIDES):
-            samples = [Sample(*sample) for sample in result["samples"]]
+    for what in ("wall", "kernel") if set(results) == set(SIDES) else ():
+        times = {}
+        for side in SIDES:
+            samples = [Sample(*sample) for sample in results[side]["samples"]]
             if what == "kernel":
-                pairs = zip(samples, result["kernel_seconds"], strict=True)
+                pairs = zip(samples, results[side]["kernel_seconds"], strict=True)
                 samples = [replace(sample, seconds=seconds) for sample, seconds in pairs]
-            both.append(quiet_times(samples, threshold))
-        old, new = both
-        if old.min_s > 0 and new.min_s > 0:
-            found = judge((case["problem"], case["device"]), what, old, new)
+            times[side] = quiet_times(samples, threshold)
+        if min(each.min_s for each in times.values()) > 0:  # else the kernels' time is not known
             case["differences"][what] = {
-                **{f"{side}_s": times.median_s for side, times in zip(SIDES, both, strict=True)},
-                **{f"{side}_quartiles_s": times.quartiles_s for side, times in zip(SIDES, both, strict=True)},
-                "ratio": asdict(ratio(new, old)),
-                "interval": [found.low, found.high],
-                "verdict": found.verdict,
+                **asdict(judge((case["problem"], case["device"]), what, times["old"], times["new"])),
+                **{f"{side}_quartiles_s": list(each.quartiles_s) for side, each in times.items()},
+                "ratio": asdict(ratio(times["new"], times["old"])),
             }
 
 
@@ -170,14 +164,16 @@ def report_text(report: Mapping[str, Any]) -> str:
     rows, notes = [], []
     for case in report["cases"]:
         for what, found in case["differences"].items():
-            mark = "~" if found["ratio"]["noisy"] else ""
+            spread = found["ratio"]
+            mark = "~" if spread["noisy"] else ""
             cells = [f"`{case['problem']}`, batch {case['batch']}", case["label"], what]
             for side in SIDES:
-                low, high = (1e3 * seconds for seconds in found[f"{side}_quartiles_s"])
-                cells.append(f"{mark}{1e3 * found[f'{side}_s']:.2f} ({low:.2f}–{high:.2f})")
-            spread, interval = found["ratio"], found["interval"]
+                median, low, high = (
+                    1e3 * seconds for seconds in (found[f"{side}_s"], *found[f"{side}_quartiles_s"])
+                )
+                cells.append(f"{mark}{median:.2f} ({low:.2f}–{high:.2f})")
             cells.append(f"{mark}**{spread['value']:.3f}** ({spread['low']:.3f}–{spread['high']:.3f})")
-            rows.append([*cells, f"{interval[0]:.3f}–{interval[1]:.3f}", found["verdict"]])
+            rows.append([*cells, f"{found['low']:.3f}–{found['high']:.3f}", found["verdict"]])
         notes += [f"- {case['problem']}, {case['device']}: {reason}" for reason in case["failures"].values()]
     titles = ("problem", "device", "time", "old, ms", "new, ms", "new / old", "99 % interval", "new is")
     lines = common.markdown(titles, rows)

@@ -218,53 +218,29 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    mine = [each for each in report["contenders"] if each["device"] is not None]
-    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
-    colours = charts.colours_of([each["name"] for each in mine], peers)
-    best_colour = charts.PEER_COLOURS[3]
     probe, machine = report["probe"], report["machine"]
-    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
-    legend = {each["label"]: (colours[each["name"]], False) for each in mine}
     panels = []
     for label in dict.fromkeys(case["label"] for case in report["cases"]):
-        cases = [case for case in report["cases"] if case["label"] == label]
-        points: list[charts.Point] = []
-        markers: dict[str, str] = {}
-        for number, case in enumerate(cases):
-            marker = charts.MARKERS[number % len(charts.MARKERS)]
-            markers[charts.short(case["problem"])] = marker
-            intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
-            if case["best_peer"] is not None:
-                rate = results[case["best_peer"]]["gflops"]
-                points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
-            points += [
-                charts.Point(intensity, results[name]["gflops"], marker, colours[name])
-                for name in (each["name"] for each in mine)
-                if name in results
-            ]
-        series = [
-            charts.Bars(each["label"], colours[each["name"]], [_times(case, each["name"]) for case in cases])
-            for each in report["contenders"]
-        ]
-        panels.append(
-            charts.Panel(
-                (f"Time of a call, {label} (median, quartiles)", f"Roofline, {label}"),
-                [charts.short(case["problem"]) for case in cases],
-                series,
-                [roof],
-                points,
-                markers,
-                {**legend, "best peer": (best_colour, True)},
-            )
-        )
+        entries = []
+        for case in report["cases"]:
+            if case["label"] != label:
+                continue
+            name, intensity = charts.short(case["problem"]), case["flops"] / case["ideal_bytes"]
+            for each in report["contenders"]:
+                result, mine = case["results"].get(each["name"]), each["device"] is not None
+                if result is not None:
+                    times_s = (result["median_s"], result["low_s"], result["high_s"])
+                    reached = (intensity, result["gflops"]) if mine else None
+                    entries.append(charts.Entry(name, each["label"], mine, times_s, reached))
+            best = case["results"].get(case["best_peer"])
+            if best is not None:
+                entries.append(charts.Entry(name, "best peer", False, None, (intensity, best["gflops"])))
+        titles = (f"Time of a call, {label} (median, quartiles)", f"Roofline, {label}")
+        roofs = {"": (probe["peak_gflops"], probe["copy_gbytes_per_s"])}
+        panels.append(charts.Panel(titles, entries, roofs))
     path.parent.mkdir(parents=True, exist_ok=True)
     title = f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}"
     charts.draw(panels, title, path)
-
-
-def _times(case: Mapping[str, Any], name: str) -> tuple[float, float, float] | None:
-    result = case["results"].get(name)
-    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
 
 
 # ---- the program -------------------------------------------------------------------------------------------
