@@ -923,7 +923,9 @@ def bench_command(
             outcome = racing.race(
                 bind_numbers(loaded, arguments, "time", case=its_case, dtype=dtype, precision=precision),
                 places,
-                racing.Rules(seed_number, repeats, warmups, limit, verify),
+                racing.Rules(
+                    seed=seed_number, repeats=repeats, warmup=warmups, time_limit_s=limit, check=verify
+                ),
                 against=peers,
                 options=options,
                 progress=partial(_report_share, advance, number, len(chosen)),

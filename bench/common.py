@@ -253,8 +253,8 @@ def race(
         they depend on the whole run's fastest probe.
     """
     batch = operator.output_shape[0]
-    items = sorted({0, batch // 2, batch - 1})
-    lineup = Lineup(tensors, Witness(operator, tensors, items))
+    witness = Witness(operator, tensors, sorted({0, batch // 2, batch - 1}))
+    lineup = Lineup(tensors, witness)
     for name, make in makers.items():
         say(f"{title}: preparing {name}")
         lineup.enter(name, make)
@@ -285,7 +285,7 @@ def race(
         for each in lineup.contenders
         if each.name not in failures and each.comparison is not None
     }
-    return {"verified_images": items, "failures": failures, "results": results}
+    return {"verified_images": witness.items, "failures": failures, "results": results}
 
 
 # ---- results -----------------------------------------------------------------------------------------------

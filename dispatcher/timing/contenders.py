@@ -306,6 +306,9 @@ class Witness:
         tensors: every input tensor by name.
         items: batch items that are compared with the reference, while the others must be finite; None for all, which
             also holds where batch items are not independent.
+
+    Attributes:
+        items: those that are compared.
     """
 
     def __init__(self, operator: Operator, tensors: Tensors, items: Sequence[int] | None = None) -> None:
@@ -313,6 +316,7 @@ class Witness:
         self._parts: list[tuple[slice, Operator, Tensors]] = [(slice(None), operator, tensors)]
         batch, _ = batch_parameter(operator)
         self._some = items is not None and bool(batch)
+        self.items = list(items or ()) if self._some else list(range(operator.output_shape[0]))
         if items is not None and batch:
             batched = batched_tensors(operator, batch)
             one = with_batch(operator, batch, 1)

@@ -239,7 +239,7 @@ def _content(path: str | Path, name: str) -> bytes:
 
 
 def _check(value: Any, form: Any, where: str) -> None:
-    """See to it that ``value`` has a form; see :data:`_REPORT`.
+    """Check that ``value`` has a form; see :data:`_REPORT`.
 
     Raises:
         ValueError: it has not.

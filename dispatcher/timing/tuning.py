@@ -20,7 +20,7 @@ from dispatcher.call.compiled import ProblemLike
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.joining import JoinedDevice
-from dispatcher.device.selection import first_usable, parse_request
+from dispatcher.device.selection import describe, first_usable, parse_request
 from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings
 from dispatcher.problem.arguments import bind_numbers
@@ -142,7 +142,7 @@ def tune(
             executable = tuned.compile(operator, device, entry)
             wrong = verify(executable(tensors))
         except DispatcherError as error:
-            wrong = str(error).splitlines()[0]
+            wrong = describe(error)
         if wrong:
             if index == 0:
                 raise DeviceError(f"{device.id}: the default itself is wrong: {wrong}")
