@@ -25,7 +25,8 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from dispatcher.errors import InputError, ProblemFileError
-from dispatcher.ops.steps import AXES, VOCABULARY, Field, resolve_axes
+from dispatcher.ops.steps import AXES, resolve_axes
+from dispatcher.ops.vocabulary import VOCABULARY, Field
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
