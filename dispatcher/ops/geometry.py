@@ -171,7 +171,8 @@ def contraction_view(weight: NDArray[Any], groups: int) -> NDArray[Any]:
     out_channels, in_group, *taps = weight.shape
     split = weight.reshape(groups, out_channels // groups, in_group, *taps)
     view = split.swapaxes(1, 2)[..., ::-1, ::-1, ::-1]
-    return view.reshape(groups * in_group, out_channels // groups, *taps)
+    ordered: NDArray[Any] = view.reshape(groups * in_group, out_channels // groups, *taps)
+    return ordered
 
 
 @dataclass(frozen=True)
