@@ -263,13 +263,27 @@ def test_a_crash_is_a_verdict(write: Write, device: str) -> None:
     )
 
 
+#: How a kernel on the CPU ends its process: Intel's compiler finds the C library's function, and PoCL's takes assembly.
+LEAVES = {
+    "a call of _exit": "{ void _exit(int status); _exit(0); }",
+    "x86-64 assembly for Linux": '__asm__ volatile("syscall" : : "a"(231L), "D"(0L) : "rcx", "r11", "memory");',
+}
+
+
 def test_the_end_of_the_process_is_a_verdict(write: Write, device: str) -> None:
-    leave = '__asm__ volatile("syscall" : : "a"(231L), "D"(0L) : "rcx", "r11", "memory");'
-    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
-        pytest.skip("calls Linux as x86-64 does")
-    judgement = judge(write((WRITTEN, f"output[place] = sum; if (place == 9) {leave}")), device)
-    assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
-    assert judgement.reason == "the process ended before it was done, while running on inputs 'signed'"
+    refused = []
+    for way, leave in LEAVES.items():
+        if "assembly" in way and (platform.machine() != "x86_64" or not sys.platform.startswith("linux")):
+            continue
+        judgement = judge(write((WRITTEN, f"output[place] = sum; if (place == 9) {leave}")), device)
+        if judgement.outcome != "build failed":
+            assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
+            assert (
+                judgement.reason == "the process ended before it was done, while running on inputs 'signed'"
+            )
+            return
+        refused.append(f"{way}: {judgement.reason}")
+    pytest.skip(f"{device} has no way for a kernel to end its process: {'; '.join(refused)}")
 
 
 HANGS = (WRITTEN, "volatile int on = 1; while (on) ; output[place] = sum;")
