@@ -262,9 +262,9 @@ def devices_command(
     debug: DebugOption = False,
 ) -> None:
     """List the devices of this machine, and why some cannot be used."""
-    from dispatcher.call.explanation import device_dict
     from dispatcher.device.selection import ENVIRONMENT, devices, first_usable, parse_request
     from dispatcher.device.selftest import failed
+    from dispatcher.interface import device_dict
 
     found = devices(retest=retest)
     wanted = os.environ.get(ENVIRONMENT)
@@ -432,13 +432,14 @@ def run_command(
 ) -> None:
     """Run a problem once and say how it went."""
     from dispatcher.call import tracing
-    from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
     from dispatcher.check.comparison import Comparison, poisoned
     from dispatcher.check.inputs import random_tensors
     from dispatcher.check.verifying import call_on, checksums, compare_run, comparison_dict
-    from dispatcher.device.selection import parse_request
+    from dispatcher.device.selection import parse_request, skipped_list
+    from dispatcher.interface import device_dict
     from dispatcher.problem.arguments import bind_arguments, parse_assignments, sort_arguments
     from dispatcher.problem.loader import load_problem
+    from dispatcher.problem.operator import operator_dict
 
     # Everything that can be wrong with the input is found out before a device is opened or data is made.
     loaded = load_problem(problem)
@@ -536,7 +537,7 @@ def explain_command(
     debug: DebugOption = False,
 ) -> None:
     """Show what a call would do, and where, without running it."""
-    from dispatcher.call.explanation import explain
+    from dispatcher.call.compiled import explain
     from dispatcher.problem.arguments import parse_assignments
     from dispatcher.problem.loader import load_problem
 

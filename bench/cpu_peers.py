@@ -31,11 +31,10 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import measure  # noqa: E402
 from bench.measure import Summary, say  # noqa: E402
-from dispatcher.call.explanation import operator_dict  # noqa: E402
 from dispatcher.check.comparison import bounded_reference, compare  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
 from dispatcher.timing import charts  # noqa: E402
 from dispatcher.timing.peers import PEER_SLACK, PEERS  # noqa: E402
 

@@ -61,7 +61,7 @@ def step_device(case: str) -> Result:
     """What the machine is."""
     use_simulator()
     from dispatcher.backends.cuda import BACKEND, toolkit
-    from dispatcher.call.explanation import device_dict
+    from dispatcher.interface import device_dict
 
     found = toolkit.find()
     result: Result = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 from dispatcher.interface import Backend
 
@@ -41,3 +42,8 @@ def backend(name: str) -> Backend:
     """Import and return the backend called ``name``, a key of :data:`BACKENDS`."""
     loaded: Backend = importlib.import_module(BACKENDS[name]).BACKEND
     return loaded
+
+
+def error_bounds() -> Any:
+    """The module whose ``bounded_parts`` computes the reference with error bounds, whatever backends there are."""
+    return importlib.import_module("dispatcher.backends.numpy_ref.bounds")

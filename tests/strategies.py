@@ -23,9 +23,9 @@ from dispatcher.check.comparison import Comparison
 from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import call_on, checked_run
 from dispatcher.ops.vocabulary import VOCABULARY
-from dispatcher.problem.loader import problem_from_mapping
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.registry import BACKENDS
 
 MOST_PRODUCTS = 400_000

@@ -18,10 +18,10 @@ from dispatcher import cli
 from dispatcher.backends.cuda import toolkit, userkernel
 from dispatcher.check import judging
 from dispatcher.check.judging import Judgement, verify_kernel
-from dispatcher.check.userkernel import Kind, UserKernel
 from dispatcher.device import selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
 from dispatcher.problem.loader import load_problem
+from dispatcher.problem.userkernel import Kind, UserKernel
 from tests import children, cudasim
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 

@@ -14,6 +14,9 @@ from fakes import MAXMAX
 
 import dispatcher
 from dispatcher import cli
+from dispatcher.backends.numpy_ref import steps as reference_steps
+from dispatcher.interface import Device
+from dispatcher.ops import vocabulary
 from dispatcher.ops.geometry import ConvGeometry
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,3 +78,22 @@ def test_the_guide_s_backend_works(install_backends: Install, capsys: pytest.Cap
     assert "only convolutions without bias and groups" in capsys.readouterr().err
     assert cli.main(["run", MAXMAX]) == 0
     assert "skipped   mine:1" in capsys.readouterr().out
+
+
+def test_the_guide_s_steps_run_everywhere(backend_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that stand in the table and in the reference, and nowhere else."""
+    for table in (vocabulary.VOCABULARY, reference_steps.POINTWISE, reference_steps.REDUCTIONS):
+        for name in ("softshrink", "mean_square", "tanhshrink"):
+            monkeypatch.setitem(table, name, None)  # gone again when the test ends
+    program = "\n".join(python_blocks("docs/adding-a-step.md"))
+    call = 'dispatcher.verify(problem, case="sample")'
+    assert call in program
+    namespace: dict[str, Any] = {}
+    exec(program.replace(call, f"{call[:-1]}, device={backend_device.id!r})"), namespace)
+    (result,) = namespace["results"]
+    assert result.device.id == backend_device.id
+    alone = {**namespace["problem"], "pipeline": ["softshrink", {"op": "mean_square", "axis": "spatial"}]}
+    alone["parameters"] = [p for p in alone["parameters"] if p["name"] not in ("w", "outs")]
+    alone["cases"] = {"sample": {"batch": 2, "ins": 4}}
+    (result,) = dispatcher.verify(alone, case="sample", device=backend_device.id)
+    assert result.outcome == "passed", result.reason

@@ -17,8 +17,9 @@ import numpy as np
 
 from dispatcher.backends.cuda.driver import Context
 from dispatcher.backends.cuda.toolkit import KERNELS, Toolkit, run
-from dispatcher.check.userkernel import MARGIN, MARGIN_BYTES, Kind, LoadedKernel, UserKernel
 from dispatcher.errors import BuildError, DeviceMemoryError, InputError, KernelError
+from dispatcher.interface import MARGIN, MARGIN_BYTES, LoadedKernel
+from dispatcher.problem.userkernel import Kind, UserKernel
 
 #: How compilers call the lines behind the user's file.
 _BEHIND = "parameter list"

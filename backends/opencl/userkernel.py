@@ -12,9 +12,9 @@ import numpy as np
 import pyopencl as cl
 
 from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error
-from dispatcher.check.userkernel import MARGIN, MARGIN_BYTES, Kind, UserKernel
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
-from dispatcher.interface import Device
+from dispatcher.interface import MARGIN, MARGIN_BYTES, Device
+from dispatcher.problem.userkernel import Kind, UserKernel
 
 _ELEMENTS = {"float16": "half", "float32": "float", "float64": "double"}
 #: Bytes of the scalar types that a kernel may have as parameters, as clGetKernelArgInfo calls them.

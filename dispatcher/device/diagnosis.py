@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.call.explanation import device_dict
 from dispatcher.device import selftest
 from dispatcher.device.filecache import cache_root
 from dispatcher.device.memory import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
-from dispatcher.interface import Device, Finding
+from dispatcher.interface import Device, Finding, device_dict
 
 LITTLE_MEMORY = 2 << 30
 

@@ -37,6 +37,7 @@ from dispatcher.errors import (
     DispatcherError,
     InputError,
     KernelError,
+    first_line,
 )
 from dispatcher.interface import Backend, Device, Executable
 from dispatcher.problem.operator import Operator
@@ -123,6 +124,11 @@ class Choice:
     backend: Backend
     executable: Executable | None
     skipped: tuple[tuple[str, str], ...]
+
+
+def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """Devices passed over, ready for JSON."""
+    return [{"device": label, "reason": reason} for label, reason in skipped]
 
 
 # ---- what there is -----------------------------------------------------------------------------------------
@@ -217,10 +223,8 @@ def _unavailable(name: str, reason: str) -> Device:
 
 def describe(error: BaseException) -> str:
     """An error of any origin in one line."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, DispatcherError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line, kind = first_line(error), type(error).__name__
+    return line if isinstance(error, DispatcherError) or line == kind else f"{kind}: {line}"
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------

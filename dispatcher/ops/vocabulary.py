@@ -376,13 +376,22 @@ VOCABULARY: dict[str, Operation] = {
     ),
     # -- combining with an operand
     "add": pointwise(
-        PointwiseForm("add", "x + a", arguments=1, cheap=True, integral=True, torch="torch.add", onnx="Add"),
+        PointwiseForm(
+            "add", "x + a", slope=1.0, arguments=1, cheap=True, integral=True, torch="torch.add", onnx="Add"
+        ),
         "in + value",
         Field("value", "operand", "what is added", True),
     ),
     "subtract": pointwise(
         PointwiseForm(
-            "subtract", "x - a", arguments=1, cheap=True, integral=True, torch="torch.sub", onnx="Sub"
+            "subtract",
+            "x - a",
+            slope=1.0,
+            arguments=1,
+            cheap=True,
+            integral=True,
+            torch="torch.sub",
+            onnx="Sub",
         ),
         "in - value",
         Field("value", "operand", "what is subtracted", True),
@@ -407,12 +416,12 @@ VOCABULARY: dict[str, Operation] = {
         Field("by", "operand", "the divisor", True),
     ),
     "maximum": pointwise(
-        PointwiseForm("maximum", "max_v(x, a)", arguments=1, cheap=True, integral=True),
+        PointwiseForm("maximum", "max_v(x, a)", arguments=1, cheap=True, integral=True, slope=1.0),
         "the larger of in and value; NaN wins",
         Field("value", "operand", "the other one", True),
     ),
     "minimum": pointwise(
-        PointwiseForm("minimum", "min_v(x, a)", arguments=1, cheap=True, integral=True),
+        PointwiseForm("minimum", "min_v(x, a)", arguments=1, cheap=True, integral=True, slope=1.0),
         "the smaller of in and value; NaN wins",
         Field("value", "operand", "the other one", True),
     ),
@@ -559,7 +568,8 @@ VOCABULARY: dict[str, Operation] = {
         PointwiseForm("sqrt", "sqrt_v(x)", torch="torch.sqrt", onnx="Sqrt"), "square root of in"
     ),
     "abs": pointwise(
-        PointwiseForm("abs", "abs_v(x)", cheap=True, integral=True, torch="torch.abs", onnx="Abs"), "|in|"
+        PointwiseForm("abs", "abs_v(x)", cheap=True, integral=True, slope=1.0, torch="torch.abs", onnx="Abs"),
+        "|in|",
     ),
     "square": pointwise(
         PointwiseForm("square", "x * x", cheap=True, integral=True, torch="torch.square"), "in * in"

@@ -13,9 +13,12 @@ import numpy as np
 from dispatcher.errors import DtypeError, InputError
 from dispatcher.ops.steps import (
     ConvTranspose3d,
+    Normalize,
     Operand,
+    Reduce,
     ScalarOperand,
     Shape,
+    Softmax,
     Step,
     TensorOperand,
     ValueOperand,
@@ -81,13 +84,34 @@ class Operator:
         return (elements + math.prod(self.output_shape)) * np.dtype(self.dtype).itemsize
 
     @property
+    def mixes_batch(self) -> bool:
+        """True when some step combines elements of different batch items."""
+        return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in self.steps)
+
+    @property
     def empty(self) -> bool:
         """True when the batch is empty, so that there is nothing to compute."""
         return math.prod(self.output_shape) == 0
 
 
+def operator_dict(operator: Operator) -> dict[str, Any]:
+    """What an operator computes, ready for JSON."""
+    return {
+        "problem": operator.problem.name,
+        "title": operator.problem.title,
+        "dtype": operator.dtype,
+        "precision": operator.precision,
+        "sizes": dict(operator.sizes),
+        "scalars": dict(operator.scalars),
+        "tensor_shapes": {name: list(shape) for name, shape in operator.tensor_shapes.items()},
+        "output_shape": list(operator.output_shape),
+        "flops": operator.flops,
+        "ideal_bytes": operator.ideal_bytes,
+    }
+
+
 def check_precision(precision: Any) -> None:
-    """See to it that ``precision`` is one of :data:`PRECISIONS`.
+    """Check that ``precision`` is one of :data:`PRECISIONS`.
 
     Raises:
         InputError: it is not.

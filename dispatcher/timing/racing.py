@@ -17,14 +17,13 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import __version__, registry
-from dispatcher.call.compiled import PreparedCall, ProblemLike
-from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
+from dispatcher.call.compiled import PreparedCall
 from dispatcher.check.comparison import Comparison, poisoned, verify_results
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.check.verifying import call_on, checksums, comparison_dict
 from dispatcher.device import machine
 from dispatcher.device.joining import JoinedDevice, backend_of
-from dispatcher.device.selection import describe, first_usable, parse_request
+from dispatcher.device.selection import describe, first_usable, parse_request, skipped_list
 from dispatcher.errors import (
     BusyError,
     DeviceError,
@@ -33,10 +32,10 @@ from dispatcher.errors import (
     KernelError,
     VerificationError,
 )
-from dispatcher.interface import Device, Measurable, Roofline, Timings
+from dispatcher.interface import Device, Measurable, Roofline, Timings, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
-from dispatcher.problem.loader import load_problem
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.loader import ProblemLike, load_problem
+from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.timing.peers import DISTRIBUTIONS, PEER_SLACK, PEERS, PeerCall, Unsupported, parse_peers
 from dispatcher.timing.sampling import Ratio, Times, host_caches, rate, ratio, seconds_since
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from dispatcher.call.compiled import ProblemLike
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.joining import JoinedDevice
@@ -25,7 +24,7 @@ from dispatcher.device.selection import first_usable, parse_request
 from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings
 from dispatcher.problem.arguments import bind_numbers
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
 
