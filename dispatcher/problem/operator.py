@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import DtypeError, InputError
+from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
@@ -23,7 +24,7 @@ from dispatcher.ops.steps import (
     TensorOperand,
     ValueOperand,
 )
-from dispatcher.ops.vocabulary import VOCABULARY, Binding, Field, default_of
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.model import Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
@@ -170,7 +171,7 @@ def bind(
         MappingProxyType(dict(scalars)),
         dtype,
         precision,
-        tuple(binder.steps),
+        tuple(binder.pipeline.steps),
         source,
         MappingProxyType(shapes),
     )
@@ -188,13 +189,12 @@ class _Binder:
     ) -> None:
         self.sizes, self.scalars, self.shapes = sizes, scalars, shapes
         first = shapes[source]
-        self.values: list[Shape] = [(first[0], first[1], first[2], first[3], first[4])]
+        self.pipeline = Bound(VOCABULARY, [(first[0], first[1], first[2], first[3], first[4])])
         self.names: dict[str, int] = {source: 0}
-        self.steps: list[Step] = []
 
     def add(self, position: int, spec: StepSpec) -> None:
         kind = VOCABULARY[spec.op]
-        source = len(self.values) - 1
+        source = len(self.pipeline.values) - 1
         if spec.source is not None:
             if spec.source not in self.names:
                 raise InputError(
@@ -208,9 +208,9 @@ class _Binder:
             else default_of(field)
             for field in kind.fields
         }
-        kind.build(Binding(spec.op, position, source, fields, self.values, self.steps))
+        kind.build(Binding(spec.op, position, source, fields, self.pipeline))
         if spec.result is not None:
-            self.names[spec.result] = len(self.values) - 1
+            self.names[spec.result] = len(self.pipeline.values) - 1
 
     def resolve(self, position: int, op: str, field: Field, value: Any) -> Any:
         where = f"step {position} ({op}): {field.name}"
@@ -237,9 +237,9 @@ class _Binder:
         if isinstance(value, str):
             if value in self.names and self.names[value] > 0:
                 index = self.names[value]
-                return ValueOperand(index, self.values[index])
+                return ValueOperand(index, self.pipeline.values[index])
             if value in self.names and value not in self.scalars:
-                return ValueOperand(0, self.values[0])
+                return ValueOperand(0, self.pipeline.values[0])
             if value in self.shapes:
                 return self.tensor(where, value)
             number = self.scalars[value]
