@@ -390,7 +390,7 @@ def test_build_errors_exit_4_and_show_their_log_when_asked(run: Any, install_bac
 
 
 def test_an_unexpected_error_is_one_line_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dispatcher.problem.model import loader
+    from dispatcher.problem import loader
 
     def broken() -> Any:
         raise ZeroDivisionError("a bug\nof two lines")
@@ -404,7 +404,7 @@ def test_an_unexpected_error_is_one_line_too(run: Any, monkeypatch: pytest.Monke
 
 
 def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dispatcher.problem.model import loader
+    from dispatcher.problem import loader
 
     def interrupted() -> Any:
         raise KeyboardInterrupt
@@ -417,7 +417,7 @@ def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_termination_exits_143_and_leaves_no_files(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from dispatcher.problem.model import loader
+    from dispatcher.problem import loader
 
     def terminated() -> Any:
         with tempfile.TemporaryDirectory(dir=tmp_path):

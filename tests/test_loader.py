@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dispatcher.errors import DispatcherError, InputError, ProblemFileError
-from dispatcher.ops.steps import VOCABULARY
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.loader import load_problem, problem_names
 from dispatcher.problem.schema import RESERVED_NAMES, problem_from_mapping

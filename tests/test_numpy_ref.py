@@ -19,7 +19,8 @@ from dispatcher.backends.numpy_ref import BACKEND, chunks, reference
 from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.errors import InputError
 from dispatcher.interface import Timings
-from dispatcher.ops.steps import VOCABULARY, Pointwise, Reduce
+from dispatcher.ops.steps import Pointwise, Reduce
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator, bind
 from tests import strategies

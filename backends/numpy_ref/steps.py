@@ -183,6 +183,10 @@ def sigmoid(x: Array) -> Array:
     return np.where(x < 0.0, small, 1.0) / (1.0 + small)
 
 
+# Klambauer et al., "Self-Normalizing Neural Networks", 2017: the fixed point of mean 0 and variance 1.
+SELU_SCALE = 1.0507009873554804934193349852946
+SELU_ALPHA = 1.6732632423543772848170429916717
+
 #: Function of a :class:`Pointwise` step to what it computes: the element, then the step's arguments.
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": np.add,
@@ -197,6 +201,19 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "silu": lambda x: x * sigmoid(x),
     "softplus": lambda x: np.logaddexp(0.0, x),
     "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
+    "elu": lambda x, alpha: np.where(x > 0.0, x, alpha * np.expm1(x)),
+    "selu": lambda x: SELU_SCALE * np.where(x > 0.0, x, SELU_ALPHA * np.expm1(x)),
+    "softsign": lambda x: x / (1.0 + np.abs(x)),
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "square": np.square,
+    "reciprocal": np.reciprocal,
 }
 
 
@@ -253,9 +270,12 @@ def windows(step: Pool, x: NDArray[Any], combine: np.ufunc) -> NDArray[Any]:
 
 def pool(step: Pool, x: Array) -> Array:
     """Maximum (NaN wins) or mean of each window."""
-    if step.function == "max":
-        return windows(step, x, np.maximum)
-    return windows(step, x, np.add) / math.prod(step.window)
+    match step.function:
+        case "max":
+            return windows(step, x, np.maximum)
+        case "mean":
+            return windows(step, x, np.add) / math.prod(step.window)
+    raise KeyError(step.function)
 
 
 def mean(x: Array, axes: tuple[int, ...]) -> Array:
@@ -278,12 +298,14 @@ REDUCTIONS: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
     "sum": lambda x, axes: x.sum(axis=axes, keepdims=True),
     "mean": mean,
     "max": lambda x, axes: x.max(axis=axes, keepdims=True, initial=-np.inf),
+    "min": lambda x, axes: x.min(axis=axes, keepdims=True, initial=np.inf),
+    "product": lambda x, axes: x.prod(axis=axes, keepdims=True),
     "log_sum_exp": log_sum_exp,
 }
 
 
 def reduce(step: Reduce, x: Array) -> Array:
-    """Sum, mean, maximum (NaN wins) or log-sum-exp over the step's axes, which stay with extent 1."""
+    """A reduction over the step's axes, which stay with extent 1."""
     return REDUCTIONS[step.function](x, step.axes)
 
 

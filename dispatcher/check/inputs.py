@@ -251,7 +251,7 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                 for operand in step.arguments:
                     if isinstance(operand, TensorOperand):
                         uses.setdefault(operand.name, _Use(role, 1.0 if role == "factor" else 0.5))
-            case Pool(function="avg"):
+            case Pool(function="mean"):
                 deviation /= math.sqrt(math.prod(step.window))
         deviations.append(deviation)
     return uses

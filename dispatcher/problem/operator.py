@@ -12,10 +12,7 @@ import numpy as np
 
 from dispatcher.errors import DtypeError, InputError
 from dispatcher.ops.steps import (
-    VOCABULARY,
-    Binding,
     ConvTranspose3d,
-    Field,
     Normalize,
     Operand,
     Reduce,
@@ -25,8 +22,8 @@ from dispatcher.ops.steps import (
     Step,
     TensorOperand,
     ValueOperand,
-    resolve_axes,
 )
+from dispatcher.ops.vocabulary import VOCABULARY, Binding, Field, default_of
 from dispatcher.problem.model import Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
@@ -180,7 +177,7 @@ def bind(
 
 
 class _Binder:
-    """Binds steps one after another; knows the shapes and names of the values made so far."""
+    """Binds operations one after another; knows the shapes and names of the values made so far."""
 
     def __init__(
         self,
@@ -206,27 +203,24 @@ class _Binder:
                 )
             source = self.names[spec.source]
         fields = {
-            field.name: self.resolve(position, spec.op, field, spec.fields.get(field.name, field.default))
+            field.name: self.resolve(position, spec.op, field, spec.fields[field.name])
+            if field.name in spec.fields
+            else default_of(field)
             for field in kind.fields
         }
-        step = kind.build(Binding(spec.op, position, source, self.values[source], fields))
-        self.steps.append(step)
-        self.values.append(step.shape)
+        kind.build(Binding(spec.op, position, source, fields, self.values, self.steps))
         if spec.result is not None:
             self.names[spec.result] = len(self.values) - 1
 
     def resolve(self, position: int, op: str, field: Field, value: Any) -> Any:
         where = f"step {position} ({op}): {field.name}"
-        if value is None:
-            return None
         match field.kind:
             case "triple":
-                parts = value if isinstance(value, tuple) else (value,) * 3
-                return tuple(part if isinstance(part, int) else part.evaluate(self.sizes) for part in parts)
+                return tuple(part.evaluate(self.sizes) for part in value)
             case "size":
-                return value if isinstance(value, int) else value.evaluate(self.sizes)
+                return value.evaluate(self.sizes)
             case "axes":
-                return value if isinstance(value, tuple) else resolve_axes(value)
+                return value
             case "tensor":
                 return self.tensor(where, value)
             case _:

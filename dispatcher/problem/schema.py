@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 from dispatcher.errors import InputError, ProblemFileError
-from dispatcher.ops.steps import AXES, VOCABULARY, Field, resolve_axes
+from dispatcher.ops.steps import AXES, resolve_axes
+from dispatcher.ops.vocabulary import VOCABULARY, Field
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
 from dispatcher.problem.model import Number, Parameter, Problem, StepSpec

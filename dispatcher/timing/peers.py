@@ -226,7 +226,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], A
             return lambda x: F.layer_norm(x.movedim(1, -1), (channels,), eps=eps).movedim(-1, 1)
         case Softmax(axes=(2, 3, 4)):
             return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
-        case Pool(function=("max" | "avg") as function, window=window):
+        case Pool(function=("max" | "mean") as function, window=window):
             pool = F.max_pool3d if function == "max" else F.avg_pool3d
             return lambda x: pool(x, window)
         case Reduce(function="sum"):
@@ -291,7 +291,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
                 flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
                 value = node("Softmax", flat, axis=2)
                 value = node("Reshape", value, constant(step.shape, np.int64))
-            case Pool(function=("max" | "avg") as function, window=window):
+            case Pool(function=("max" | "mean") as function, window=window):
                 op = "MaxPool" if function == "max" else "AveragePool"
                 value = node(op, value, kernel_shape=list(window), strides=list(window))
             case Reduce(function="sum"):

@@ -86,6 +86,19 @@ POINTWISE: dict[str, Callable[..., float]] = {
     "silu": lambda x: x * sigmoid(x),
     "softplus": lambda x: math.log1p(math.exp(x)) if x < 30 else x + math.exp(-x),
     "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6,
+    "divide": lambda x, by: x / by,
+    "maximum": max,
+    "minimum": min,
+    "mish": lambda x: x * math.tanh(math.log1p(math.exp(x)) if x < 30 else x),
+    "elu": lambda x, alpha: x if x > 0 else alpha * math.expm1(x),
+    "selu": lambda x: 1.0507009873554805 * (x if x > 0 else 1.6732632423543773 * math.expm1(x)),
+    "softsign": lambda x: x / (1 + abs(x)),
+    "exp": math.exp,
+    "log": math.log,
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "square": lambda x: x**2,
+    "reciprocal": lambda x: 1 / x,
 }
 
 
@@ -144,6 +157,8 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "sum": math.fsum,
     "mean": lambda values: math.fsum(values) / len(values),
     "max": max,
+    "min": min,
+    "product": math.prod,
     "log_sum_exp": log_sum_exp,
 }
 
