@@ -168,12 +168,11 @@ class Operation:
 # ---- steps that are classes of their own -------------------------------------------------------------------
 def _build_conv_transpose(binding: Binding) -> None:
     weight: TensorOperand = binding["weight"]
-    groups: int = binding["groups"]
-    in_channels = binding.input_shape[1]
-    if weight.shape[0] != in_channels:
+    channels = binding.input_shape[1]
+    if weight.shape[0] != channels:
         raise binding.fail(
             f"weight {weight.name} has shape {weight.shape}; its first extent must be the input's "
-            f"{in_channels} channels "
+            f"{channels} channels "
             "(the layout is in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)"
         )
     axes = [
@@ -188,12 +187,52 @@ def _build_conv_transpose(binding: Binding) -> None:
         )
         for i, name in enumerate(SPATIAL_AXES)
     ]
+    _convolution(binding, weight.shape[1] * binding["groups"], axes)
+
+
+def _build_conv(binding: Binding) -> None:
+    weight: TensorOperand = binding["weight"]
+    groups: int = binding["groups"]
+    channels = binding.input_shape[1]
+    if weight.shape[1] * groups != channels:
+        raise binding.fail(
+            f"weight {weight.name} has shape {weight.shape} with {groups} groups; its second extent times groups must "
+            f"be the input's {channels} channels "
+            "(the layout is out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)"
+        )
+    axes = [
+        AxisGeometry.ordinary(
+            name,
+            binding.input_shape[2 + i],
+            weight.shape[2 + i],
+            binding["padding"][i],
+            binding["dilation"][i],
+        )
+        for i, name in enumerate(SPATIAL_AXES)
+    ]
+    _convolution(binding, weight.shape[0], axes, transposed=False)
+
+
+def _convolution(
+    binding: Binding, out_channels: int, axes: Sequence[AxisGeometry], *, transposed: bool = True
+) -> None:
     geometry = ConvGeometry(
-        binding.input_shape[0], in_channels, weight.shape[1] * groups, groups, axes[0], axes[1], axes[2]
+        binding.input_shape[0],
+        binding.input_shape[1],
+        out_channels,
+        binding["groups"],
+        axes[0],
+        axes[1],
+        axes[2],
     )
-    bias = binding.per_channel("bias", geometry.out_channels)
     binding.append(
-        ConvTranspose3d(**binding.base(geometry.output_shape), geometry=geometry, weight=weight, bias=bias)
+        ConvTranspose3d(
+            **binding.base(geometry.output_shape),
+            geometry=geometry,
+            weight=binding["weight"],
+            bias=binding.per_channel("bias", out_channels),
+            transposed=transposed,
+        )
     )
 
 
@@ -288,13 +327,9 @@ _AFFINE = (
     Field("bias", "tensor", "one term a channel"),
 )
 _WINDOW = Field("window", "triple", "extent of the window, and its stride", required=True)
-_CONVOLUTION = (
-    Field("stride", "triple", "stride of the output", default=1),
-    Field("padding", "triple", "outputs cut from both ends", default=0),
-    Field("output_padding", "triple", "outputs added at the far end", default=0),
-    Field("dilation", "triple", "spacing of the taps", default=1),
-    Field("groups", "size", "independent channel groups", default=1),
-)
+_CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
+_DILATION = Field("dilation", "triple", "spacing of the taps", default=1)
+_GROUPS = Field("groups", "size", "independent channel groups", default=1)
 
 CLAMP = PointwiseForm(
     "clamp",
@@ -316,11 +351,28 @@ VOCABULARY: dict[str, Operation] = {
             Field(
                 "weight", "tensor", "(in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)", True
             ),
-            Field("bias", "tensor", "(out_channels,)"),
-            *_CONVOLUTION,
+            _CHANNEL_BIAS,
+            Field("stride", "triple", "stride of the output", default=1),
+            Field("padding", "triple", "outputs cut from both ends", default=0),
+            Field("output_padding", "triple", "outputs added at the far end", default=0),
+            _DILATION,
+            _GROUPS,
         ),
         _build_conv_transpose,
         "transposed 3-D convolution",
+    ),
+    "conv3d": Operation(
+        (
+            Field(
+                "weight", "tensor", "(out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)", True
+            ),
+            _CHANNEL_BIAS,
+            Field("padding", "triple", "zeros around the input, at most dilation * (kernel - 1)", default=0),
+            _DILATION,
+            _GROUPS,
+        ),
+        _build_conv,
+        "3-D convolution with stride 1",
     ),
     # -- combining with an operand
     "add": pointwise(
