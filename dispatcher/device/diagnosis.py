@@ -43,16 +43,7 @@ class Diagnosis:
         """Plain lists, dicts, texts and numbers, ready for JSON."""
         return {
             "working": [device.id for device in self.working],
-            "findings": [
-                {
-                    "topic": finding.topic,
-                    "subject": finding.subject,
-                    "verdict": finding.verdict,
-                    "detail": finding.detail,
-                    "remedy": finding.remedy,
-                }
-                for finding in self.findings
-            ],
+            "findings": [dict(vars(finding)) for finding in self.findings],
             "devices": [device_dict(device) for device in self.devices],
         }
 
