@@ -1,4 +1,4 @@
-"""What keeps devices from working, and what would mend it."""
+"""What keeps devices from working, and what would fix it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Diagnosis:
 
 
 def doctor(*, retest: bool = False) -> Diagnosis:
-    """Look at this machine: what there is, what works, and what would mend the rest.
+    """Look at this machine: what there is, what works, and what would fix the rest.
 
     Args:
         retest: try every device out again, whatever is known from earlier.
