@@ -1,7 +1,8 @@
 """The backend interface, on one screen.
 
 A backend is a module-level object with the three methods of :class:`Backend`; what it may offer besides are
-:class:`Measurable` and :class:`KernelHost`. Buffers, queues, contexts and caches are its own business.
+:class:`Measurable`, :class:`Tunable` and :class:`KernelHost`. Buffers, queues, contexts and caches are its own
+business.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Finding:
         subject: what was looked for.
         verdict: ``ok``; ``note`` for what may be meant so; ``problem`` for what keeps something from working.
         detail: what was found.
-        remedy: the command or the step that would mend it; empty where there is nothing to mend.
+        remedy: the command or the step that would fix it; empty where there is nothing to fix.
     """
 
     topic: str
@@ -200,7 +201,18 @@ class Measurable(Protocol):
         """Empty the caches of a device that has memory of its own; nothing to do where it shares the host's."""
 
 
-#: Bytes before and behind each tensor on the device.
+@runtime_checkable
+class Tunable(Protocol):
+    """What a backend offers whose options can be tuned."""
+
+    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
+        """Options worth measuring; the first stand for the default without any tuning."""
+
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
+
+
+#: Bytes before and after each tensor on the device.
 MARGIN_BYTES = 4096
 #: The value of each of them at first. A float of any width that is made of such bytes is NaN, so that what a kernel
 #: reads there shows in its result.

@@ -130,6 +130,15 @@ def test_a_room_imports_itself_and_earlier_ones(name: str) -> None:
         assert module.split(".")[1] in ROOMS[: room + 1], f"{name} imports {module}"
 
 
+def test_the_layout_guide_has_the_rooms_and_their_modules() -> None:
+    guide = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    assert ", ".join(f"`{room}`" for room in ROOMS) in guide
+    for room in ("problem", "device", "call", "check"):
+        (section,) = re.findall(rf"^`dispatcher/{room}/`.*?\n\n(.*?)\n\n", guide, re.MULTILINE | re.DOTALL)
+        listed = re.findall(r"^\| `(\w+)\.py`", section, re.MULTILINE)
+        assert sorted(listed) == sorted(name.split(".")[2] for name in MODULES if name.split(".")[1] == room)
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {name: set(modules_imported(path)) for name, path in MODULES.items()}
     order = list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle

@@ -114,7 +114,7 @@ class CudaBackend:
         tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:

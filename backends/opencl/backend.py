@@ -83,7 +83,7 @@ class OpenClBackend:
         return OpenClExecutable(runtime, operator, parsed)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         runtime = self._runtime(device)
         from dispatcher.backends.opencl.userkernel import load_kernel
 

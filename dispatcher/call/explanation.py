@@ -16,6 +16,9 @@ from dispatcher.problem.operator import Operator, operator_dict
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
 
+#: What of an axis a report has.
+_AXIS_KEYS = ("name", "input", "kernel", "stride", "padding", "output_padding", "dilation", "output")
+
 
 @dataclass(frozen=True)
 class PhaseGroup:
@@ -87,13 +90,7 @@ class Explanation:
             "skipped": skipped_list(self.skipped),
             "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
             "launches": [
-                {
-                    "name": launch.name,
-                    "steps": list(launch.steps),
-                    "algorithm": launch.algorithm,
-                    "detail": dict(launch.detail),
-                    "note": launch.note,
-                }
+                {**vars(launch), "steps": list(launch.steps), "detail": dict(launch.detail)}
                 for launch in self.launches
             ],
         }
@@ -141,7 +138,6 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
     )
 
 
-# ---- as plain data -----------------------------------------------------------------------------------------
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
         "input_shape": list(plan.input_shape),
@@ -149,27 +145,6 @@ def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
         "output_shape": list(plan.output_shape),
         "groups": plan.groups,
         "flops": plan.flops,
-        "axes": [
-            {
-                "name": axis.name,
-                "input": axis.input,
-                "kernel": axis.kernel,
-                "stride": axis.stride,
-                "padding": axis.padding,
-                "output_padding": axis.output_padding,
-                "dilation": axis.dilation,
-                "output": axis.output,
-            }
-            for axis in plan.axes
-        ],
-        "phase_groups": [
-            {
-                "phases": group.phases,
-                "taps": list(group.taps),
-                "gemm_m": group.gemm_m,
-                "gemm_n": group.gemm_n,
-                "gemm_k": group.gemm_k,
-            }
-            for group in plan.phase_groups
-        ],
+        "axes": [{key: getattr(axis, key) for key in _AXIS_KEYS} for axis in plan.axes],
+        "phase_groups": [{**vars(group), "taps": list(group.taps)} for group in plan.phase_groups],
     }

@@ -182,7 +182,7 @@ class _Runs:
 
 
 def _stray(name: str, found: bytes, margin: int, side: int) -> str:
-    """What was written beside a tensor: before it (-1) or behind it (1); empty when nothing was."""
+    """What was written beside a tensor: before it (-1) or after it (1); empty when nothing was."""
     touched = np.flatnonzero(np.frombuffer(found, np.uint8) != margin)
     if not touched.size:
         return ""

@@ -1,4 +1,4 @@
-"""What keeps devices from working, and what would mend it."""
+"""What keeps devices from working, and what would fix it."""
 
 from __future__ import annotations
 
@@ -43,22 +43,13 @@ class Diagnosis:
         """Plain lists, dicts, texts and numbers, ready for JSON."""
         return {
             "working": [device.id for device in self.working],
-            "findings": [
-                {
-                    "topic": finding.topic,
-                    "subject": finding.subject,
-                    "verdict": finding.verdict,
-                    "detail": finding.detail,
-                    "remedy": finding.remedy,
-                }
-                for finding in self.findings
-            ],
+            "findings": [dict(vars(finding)) for finding in self.findings],
             "devices": [device_dict(device) for device in self.devices],
         }
 
 
 def doctor(*, retest: bool = False) -> Diagnosis:
-    """Look at this machine: what there is, what works, and what would mend the rest.
+    """Look at this machine: what there is, what works, and what would fix the rest.
 
     Args:
         retest: try every device out again, whatever is known from earlier.

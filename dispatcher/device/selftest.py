@@ -65,7 +65,7 @@ class SelfTest:
 
     @property
     def kept(self) -> bool:
-        """False for what may be mended without a new driver, and is harmless to find out again."""
+        """False for what may be fixed without a new driver, and is harmless to find out again."""
         return self.outcome not in ("error", "wrong")
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.joining import JoinedDevice
 from dispatcher.device.selection import first_usable, parse_request
 from dispatcher.errors import DeviceError, DispatcherError, InputError
-from dispatcher.interface import Backend, Device, Executable, Timings
+from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
@@ -34,17 +34,6 @@ REPEATS = 7
 FINALISTS = 4
 #: The winner has to be this much faster than the default to be kept.
 LEAST_GAIN = 1.03
-
-
-@runtime_checkable
-class Tunable(Protocol):
-    """What a backend offers that can be tuned."""
-
-    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
-        """Options worth measuring; the first stand for the default without any tuning."""
-
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
 
 
 @dataclass(frozen=True)
