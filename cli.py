@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dispatcher.interface import Device
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
-    from dispatcher.timing.racing import Race
+    from dispatcher.timing.results import Race
 
 SCHEMA = 1  # of every --json output; raised when a key changes its meaning or goes away
 MAX_SEED = 2**64 - 1
@@ -895,6 +895,7 @@ def bench_command(
         return
     from dispatcher.device.machine import busy_reason
     from dispatcher.device.selection import devices, first_usable, parse_request
+    from dispatcher.problem.arguments import bind_numbers
     from dispatcher.timing import racing
     from dispatcher.timing.charts import draw_races, require_matplotlib
     from dispatcher.timing.peers import parse_peers
@@ -917,25 +918,16 @@ def bench_command(
         places = [device]
     if not force:
         racing.refuse_when_busy()
-    races: list[tuple[Problem, str | None, racing.Race]] = []
+    races: list[tuple[Problem, str | None, Race]] = []
     with _progress("timing") as advance:
         for number, (loaded, its_case, arguments) in enumerate(chosen):
             outcome = racing.race(
-                loaded,
+                bind_numbers(loaded, arguments, "time", case=its_case, dtype=dtype, precision=precision),
                 places,
-                case=its_case,
-                dtype=dtype,
-                precision=precision,
-                seed=seed_number,
-                repeats=repeats,
-                time_limit_s=limit,
-                warmup=warmups,
+                racing.Rules(seed_number, repeats, warmups, limit, verify),
                 against=peers,
-                check=verify,
-                force=True,
                 options=options,
                 progress=partial(_report_share, advance, number, len(chosen)),
-                **arguments,
             )
             races.append((loaded, its_case, outcome))
             for result in outcome.results:

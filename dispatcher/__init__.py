@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from dispatcher.problem.loader import problem_names as problems
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
-    from dispatcher.timing.racing import Benchmark, benchmark
+    from dispatcher.timing.racing import benchmark
+    from dispatcher.timing.results import Benchmark
     from dispatcher.timing.tuning import TuneResult, tune_problem
 
 __version__ = "0.1.0"
@@ -80,7 +81,8 @@ __all__ = [
 
 #: Public name to the module that holds it; ``problems`` has another name there.
 _HOMES = {
-    "timing.racing": ("Benchmark", "benchmark"),
+    "timing.racing": ("benchmark",),
+    "timing.results": ("Benchmark",),
     "call.compiled": ("CompiledOperator", "compile", "explain", "run"),
     "device.diagnosis": ("Diagnosis", "doctor"),
     "errors": (

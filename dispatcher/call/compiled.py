@@ -321,6 +321,10 @@ class CompiledOperator:
         program, tensors, output = self._analyse(output, arguments)
         return PreparedCall(program.operator, self, program, tensors, output)
 
+    def prepare_bound(self, operator: Operator, tensors: Mapping[str, np.ndarray]) -> PreparedCall:
+        """As :meth:`prepare`, for an operator of this problem that is bound already, and tensors that fit it."""
+        return PreparedCall(operator, self, self._program(operator), tensors, None)
+
     def _analyse(self, output: Any, arguments: Mapping[str, Any]) -> tuple[_Program, dict[str, Any], Any]:
         """The program for these arguments, the tensors that are not bound yet, and the output.
 

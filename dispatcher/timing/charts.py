@@ -13,7 +13,7 @@ import numpy as np
 from dispatcher.errors import InputError
 
 if TYPE_CHECKING:
-    from dispatcher.timing.racing import Benchmark, Measured, Race
+    from dispatcher.timing.results import Measured, Race
 
 #: Ours in one hue, the peers in muted ones that differ in lightness as well.
 OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14", "#f7b799")
@@ -65,7 +65,7 @@ class Point:
 
 
 def require_matplotlib(path: str) -> None:
-    """See to it that a chart can be drawn to ``path``.
+    """Check that a chart can be drawn to ``path``.
 
     Raises:
         InputError: Matplotlib is not installed, or the file is not to be a PNG.
@@ -89,7 +89,59 @@ def short(problem: str) -> str:
     return problem.replace("conv-transpose-3d-", "").replace("conv-transpose3d-", "")
 
 
-def draw_bars(axis: Any, groups: Sequence[str], series: Sequence[Bars]) -> None:
+@dataclass(frozen=True)
+class Panel:
+    """A row of a chart: bars of times, and a roofline.
+
+    Attributes:
+        titles: of the two.
+        groups: names of the groups of bars.
+        series: the bars of each contender.
+        roofs: what the devices can do; where there are several, the legend has to say how much.
+        points: what was reached; without any, there is no roofline.
+        markers: operator to its marker, for the legend.
+        colours: contender to its colour and whether its points are hollow, for the legend.
+    """
+
+    titles: tuple[str, str]
+    groups: Sequence[str]
+    series: Sequence[Bars]
+    roofs: Sequence[Roof]
+    points: Sequence[Point]
+    markers: Mapping[str, str]
+    colours: Mapping[str, tuple[str, bool]]
+
+
+def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
+    """Write a chart as a PNG file, a row for each panel.
+
+    Raises:
+        ImportError: Matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = len(panels)
+    figure, axes = pyplot.subplots(
+        rows, 2, figsize=(17, 5.6 * rows), squeeze=False, width_ratios=(1.7, 1), layout="constrained"
+    )
+    for row, panel in zip(axes, panels, strict=True):
+        _draw_bars(row[0], panel.groups, panel.series)
+        row[0].set_title(panel.titles[0], loc="left")
+        if panel.points:
+            _draw_roofline(row[1], panel)
+            row[1].set_title(panel.titles[1], loc="left")
+        else:
+            row[1].set_axis_off()
+            row[1].set_title("No roofline: no device here was measured", loc="left")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_bars(axis: Any, groups: Sequence[str], series: Sequence[Bars]) -> None:
     """Draw groups of bars, one bar for each contender, on a logarithmic scale of milliseconds."""
     width = 0.84 / len(series)
     for position, each in enumerate(series):
@@ -121,25 +173,14 @@ def draw_bars(axis: Any, groups: Sequence[str], series: Sequence[Bars]) -> None:
     axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
 
 
-def draw_roofline(
-    axis: Any,
-    roofs: Sequence[Roof],
-    points: Sequence[Point],
-    markers: Mapping[str, str],
-    colours: Mapping[str, tuple[str, bool]],
-) -> None:
-    """Draw roofs and the points under them.
-
-    Args:
-        axis: Matplotlib's axis.
-        roofs: what the devices can do; where there are several, the legend has to say how much.
-        points: what was reached.
-        markers: operator to its marker, for the legend.
-        colours: contender to its colour and whether its points are hollow, for the legend.
-    """
-    intensities = [point.intensity for point in points]
-    edges = [roof.gflops / roof.gbytes_per_s for roof in roofs]
-    left, right = min([*intensities, *edges]) / 2, max([*intensities, *edges]) * 2
+def _draw_roofline(axis: Any, panel: Panel) -> None:
+    """Draw roofs and the points under them."""
+    roofs = panel.roofs
+    intensities = [
+        *(point.intensity for point in panel.points),
+        *(roof.gflops / roof.gbytes_per_s for roof in roofs),
+    ]
+    left, right = min(intensities) / 2, max(intensities) * 2
     line = np.geomspace(left, right, 200)
     for roof in roofs:
         axis.plot(
@@ -159,15 +200,15 @@ def draw_roofline(
             f"{roof.gbytes_per_s:.0f} GB/s", (left, roof.gbytes_per_s * left), ha="left", va="bottom",
             fontsize=8, xytext=(4, 8), textcoords="offset points",
         )  # fmt: skip
-    for point in points:
+    for point in panel.points:
         face, edge = ("white", point.colour) if point.hollow else (point.colour, point.colour)
         axis.plot(
             point.intensity, point.gflops, point.marker, color=face, markeredgecolor=edge, markersize=8,
             zorder=3 if point.hollow else 4,
         )  # fmt: skip
-    for label, marker in markers.items():
+    for label, marker in panel.markers.items():
         axis.plot([], [], marker, color="#777777", label=label)
-    for label, (colour, hollow) in colours.items():
+    for label, (colour, hollow) in panel.colours.items():
         axis.plot([], [], "s", color="white" if hollow else colour, markeredgecolor=colour, label=label)
     axis.set_xscale("log")
     axis.set_yscale("log")
@@ -178,33 +219,10 @@ def draw_roofline(
     axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
-def new_figure(rows: int) -> tuple[Any, Any]:
-    """A figure with ``rows`` rows of bars and a roofline; draws to files only.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        rows, 2, figsize=(17, 5.6 * rows), squeeze=False, width_ratios=(1.7, 1), layout="constrained"
-    )
-    return figure, axes
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the figure as a PNG file and forget it."""
-    from matplotlib import pyplot
-
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
     """Write a chart of what ``dispatcher bench`` measured: times of warm calls, and a roofline.
+
+    The roofline has cold kernels of ours where the device tells, else whole cold calls; no peers.
 
     Args:
         races: at least one of them with a result.
@@ -215,29 +233,45 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
         InputError: the file cannot be written.
     """
     shown = [race for race in races if race.results]
-    mine = {result.name: result.device.name for race in shown for result in race.results}
-    labels = {_peer_name(peer): None for race in shown for peer in race.peers}
-    colours = colours_of(list(mine), list(labels))
-    figure, ((bars, roofline),) = new_figure(1)
-    contenders = [
+    contenders: list[dict[str, Measured]] = [
         {**{each.name: each for each in race.results}, **{_peer_name(peer): peer for peer in race.peers}}
         for race in shown
     ]
-    draw_bars(
-        bars,
+    mine = list(dict.fromkeys(result.name for race in shown for result in race.results))
+    colours = colours_of(mine, [name for name in dict.fromkeys(_names(contenders)) if name not in mine])
+    roofs: dict[str, Roof] = {}
+    points: list[Point] = []
+    markers: dict[str, str] = {}
+    for number, race in enumerate(shown):
+        for result in race.results:
+            limits, operator, colour = result.roofline, result.operator, colours[result.name]
+            if limits is None:
+                continue
+            roofs.setdefault(result.name, Roof(colour, limits.gflops, limits.gbytes_per_s))
+            marker = markers.setdefault(short(operator.problem.name), MARKERS[number % len(MARKERS)])
+            if operator.flops:
+                gflops = operator.flops / (result.cold.kernel or result.cold.wall).median_s / 1e9
+                points.append(Point(operator.flops / operator.ideal_bytes, gflops, marker, colour))
+    panel = Panel(
+        ("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"),
         [short(race.results[0].operator.problem.name) for race in shown],
         [
             Bars(name, colour, [_times(row[name]) if name in row else None for row in contenders])
             for name, colour in colours.items()
         ],
+        list(roofs.values()),
+        points,
+        markers,
+        {name: (colours[name], False) for name in roofs},
     )
-    bars.set_title("Time of a warm call (median, quartiles)", loc="left")
-    _draw_points(roofline, shown, colours)
-    figure.suptitle(title)
     try:
-        save(figure, path)
+        draw([panel], title, path)
     except OSError as error:
         raise InputError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _names(contenders: Sequence[Mapping[str, Measured]]) -> list[str]:
+    return [name for row in contenders for name in row]
 
 
 def _peer_name(peer: Any) -> str:
@@ -246,37 +280,3 @@ def _peer_name(peer: Any) -> str:
 
 def _times(each: Measured) -> tuple[float, float, float]:
     return each.median_s, *each.quartiles_s
-
-
-def _draw_points(axis: Any, races: Sequence[Race], colours: Mapping[str, str]) -> None:
-    """The roofline: cold kernels of ours where the device tells, else whole cold calls; no peers."""
-    roofs: dict[str, Roof] = {}
-    points: list[Point] = []
-    markers: dict[str, str] = {}
-    for number, race in enumerate(races):
-        for result in race.results:
-            if result.roofline is None:
-                continue
-            name = short(result.operator.problem.name)
-            markers.setdefault(name, MARKERS[number % len(MARKERS)])
-            limits = result.roofline
-            roofs.setdefault(
-                result.name,
-                Roof(colours[result.name], limits.gflops, limits.gbytes_per_s),
-            )
-            if result.operator.flops:
-                points.append(_point(result, markers[name], colours[result.name]))
-    if not points:
-        axis.set_axis_off()
-        axis.set_title("No roofline: no device here was measured", loc="left")
-        return
-    draw_roofline(
-        axis, list(roofs.values()), points, markers, {name: (colours[name], False) for name in roofs}
-    )
-    axis.set_title("Roofline (kernels, caches cold)", loc="left")
-
-
-def _point(result: Benchmark, marker: str, colour: str) -> Point:
-    seconds = (result.cold.kernel or result.cold.wall).median_s
-    operator = result.operator
-    return Point(operator.flops / operator.ideal_bytes, operator.flops / seconds / 1e9, marker, colour)

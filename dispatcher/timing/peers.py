@@ -12,12 +12,13 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.errors import InputError
+from dispatcher.errors import DispatcherError, InputError
 from dispatcher.interface import Timings
 from dispatcher.ops.steps import (
     ConvTranspose3d,
@@ -39,40 +40,17 @@ PEER_SLACK = 4.0
 Tensors = Mapping[str, np.ndarray]
 
 
-class Unsupported(Exception):
+class Unsupported(DispatcherError):
     """A peer cannot run this operator here."""
 
 
-class PeerCall(Protocol):
-    """A prepared peer."""
-
-    def __call__(self, timings: Timings | None = None) -> np.ndarray:
-        """Run once, from the input's array to the result's, and wait for it.
-
-        Args:
-            timings: filled in where the peer runs on a device with a clock of its own; else left alone.
-        """
-
-
-class MakePeer(Protocol):
-    """Prepares a peer for an operator."""
-
-    def __call__(
-        self, operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None
-    ) -> PeerCall:
-        """A call from the input's array to the result's.
-
-        Args:
-            operator: what to compute.
-            tensors: every input tensor by name, of the operator's dtype.
-            threads: threads on the CPU.
-            gpu: number of the CUDA device to run on; None for the CPU.
-
-        Raises:
-            ImportError: the library is not installed.
-            Unsupported: it cannot run the operator there.
-            Exception: whatever the library raises.
-        """
+#: A prepared peer: runs once, from the input's array to the result's, and waits for it. Fills its argument in where it
+#: runs on a device with a clock of its own; else leaves it alone.
+PeerCall = Callable[[Timings | None], np.ndarray]
+#: Prepares a peer from an operator, every input tensor by name in the operator's dtype, the number of threads on the
+#: CPU, and the number of the CUDA device to run on (None: on the CPU). It raises ImportError when the library is not
+#: installed, Unsupported when it cannot run the operator there, and whatever the library raises.
+MakePeer = Callable[[Operator, Tensors, int, int | None], PeerCall]
 
 
 @dataclass(frozen=True)
@@ -83,13 +61,11 @@ class Peer:
         label: what tables call it.
         modules: what it imports; all of them have to be installed.
         make: prepares it.
-        gpu: whether it can run on CUDA devices too.
     """
 
     label: str
     modules: tuple[str, ...]
     make: MakePeer
-    gpu: bool = False
 
 
 # ---- operators ---------------------------------------------------------------------------------------------
@@ -113,13 +89,7 @@ def scalar(operand: Any) -> float:
 
 # ---- PyTorch -----------------------------------------------------------------------------------------------
 def torch_peer(
-    operator: Operator,
-    tensors: Tensors,
-    threads: int,
-    gpu: int | None = None,
-    *,
-    last: bool,
-    compiled: bool,
+    operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None, *, last: bool, compiled: bool
 ) -> PeerCall:
     """PyTorch, eager or compiled, on the CPU or a CUDA device.
 
@@ -141,18 +111,11 @@ def torch_peer(
         array = torch.from_numpy(tensors[operand.name]).to(device)
         return array.to(memory_format=memory_format) if array.ndim == 5 else array
 
-    stages = [torch_stage(step, constant) for step in chain(operator)]
-
-    def pipeline(x: Any) -> Any:
-        for stage in stages:
-            x = stage(x)
-        return x
-
-    function: Any = pipeline
+    function = torch_pipeline(operator, constant)
     if compiled:
         # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
         torch._dynamo.config.recompile_limit = 64
-        function = torch.compile(pipeline, dynamic=False, fullgraph=True)
+        function = torch.compile(function, dynamic=False, fullgraph=True)
     source = torch.from_numpy(tensors[operator.source])
     if gpu is not None:
         return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
@@ -189,6 +152,18 @@ def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: 
         return result
 
     return call
+
+
+def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """All steps as one PyTorch function of the input; see :func:`torch_stage`."""
+    stages = [torch_stage(step, constant) for step in chain(operator)]
+
+    def pipeline(x: Any) -> Any:
+        for stage in stages:
+            x = stage(x)
+        return x
+
+    return pipeline
 
 
 def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -314,7 +289,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
 
 
 def _cpu_float32(operator: Operator, gpu: int | None) -> None:
-    """See to it that a peer which computes in float32 on the CPU is asked for nothing else.
+    """Check that a peer which computes in float32 on the CPU is asked for nothing else.
 
     Raises:
         Unsupported: it is.
@@ -325,7 +300,7 @@ def _cpu_float32(operator: Operator, gpu: int | None) -> None:
         raise Unsupported(f"it computes in float32 here, not in {operator.dtype} ({operator.precision})")
 
 
-def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None) -> PeerCall:
     """ONNX Runtime's CPU provider, writing into an array that is allocated beforehand."""
     _cpu_float32(operator, gpu)
     import onnxruntime
@@ -348,7 +323,7 @@ def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: in
     return call
 
 
-def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None) -> PeerCall:
     """OpenVINO's CPU plugin in float32. The result is a view of its own output, which saves it a copy."""
     _cpu_float32(operator, gpu)
     # OpenVINO brings an older copy of a library along that an OpenCL driver needs: the drivers have to come first.
@@ -378,10 +353,7 @@ def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int |
 
 # ---- the table ---------------------------------------------------------------------------------------------
 def _torch(label: str, last: bool, compiled: bool) -> Peer:
-    def make(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
-        return torch_peer(operator, tensors, threads, gpu, last=last, compiled=compiled)
-
-    return Peer(label, ("torch",), make, gpu=True)
+    return Peer(label, ("torch",), partial(torch_peer, last=last, compiled=compiled))
 
 
 #: What can be compared with, by the name that users write.
