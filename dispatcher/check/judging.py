@@ -7,7 +7,6 @@ a verdict like any other. What it computes is compared in this process, whose me
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import numbers
@@ -689,7 +688,7 @@ def _failure(kind: str, error: BaseException, log: str = "") -> dict[str, Any]:
 def _try_out(report: Report, folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     report({"stage": "opening the device"})
-    backend = importlib.import_module(request["module"]).BACKEND
+    backend = registry.load(request["module"])
     device = selftest.find_again(backend, request["index"], request["name"])
     if not isinstance(backend, KernelHost):
         raise DeviceError(f"backend {device.backend} runs no kernels of its users")

@@ -12,7 +12,6 @@ seconds (60 without it).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import logging
@@ -24,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from dispatcher import registry
 from dispatcher.device.childprocess import FOREIGN_SIGNALS, Report, run_child
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import DeviceError, InputError
@@ -94,11 +94,14 @@ def time_limit_s() -> float | None:
 
 
 def possible(module: str) -> bool:
-    """Whether a child process can import the backend's module too, and there is a Python to run it."""
+    """Whether a child process can import the backend's module too, and there is a Python to run it.
+
+    A package that the module is in is not imported.
+    """
     if not sys.executable:
         return False
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(module.partition(":")[0].partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
@@ -109,7 +112,7 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
 
     Args:
         device: as its backend lists it.
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         again: test even if the outcome is known.
 
     Returns:
@@ -127,7 +130,7 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
     """Find out in a child process whether looking for a backend's devices is safe.
 
     Args:
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
@@ -245,7 +248,7 @@ def failed(device: Device) -> bool:
 # ---- in the child process ----------------------------------------------------------------------------------
 def child(report: Report, module: str, *arguments: str) -> None:
     """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
-    backend: Backend = importlib.import_module(module).BACKEND
+    backend = registry.load(module)
     if arguments[0] == "list":
         backend.probe()
         found = SelfTest("ok")
