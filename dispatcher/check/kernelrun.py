@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dispatcher import registry
 from dispatcher.check.comparison import poisoned
 from dispatcher.check.trial import find_again
 from dispatcher.check.verifying import checksums
@@ -62,7 +62,7 @@ def _failure(kind: str, error: BaseException, log: str = "") -> dict[str, Any]:
 def _try_out(report: Report, folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     report({"stage": "opening the device"})
-    backend = importlib.import_module(request["module"]).BACKEND
+    backend = registry.load(request["module"])
     device = find_again(backend, request["index"], request["name"])
     if not isinstance(backend, KernelHost):
         raise DeviceError(f"backend {device.backend} runs no kernels of its users")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from dispatcher import registry
 from dispatcher.check.comparison import poisoned, verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.childprocess import Report
@@ -26,7 +26,7 @@ MEASURE_S = 0.2
 
 def child(report: Report, module: str, *arguments: str) -> None:
     """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
-    backend: Backend = importlib.import_module(module).BACKEND
+    backend = registry.load(module)
     if arguments[0] == "list":
         backend.probe()
         found = SelfTest("ok")

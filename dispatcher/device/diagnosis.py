@@ -85,6 +85,13 @@ def _package() -> Iterator[Finding]:
     if selftest.time_limit_s() is None:
         detail = f"are switched off: {selftest.VARIABLE} is {os.environ[selftest.VARIABLE]!r}"
         yield Finding("package", "self-tests", "note", detail, f"unset {selftest.VARIABLE}")
+    for each in registry.registered():
+        detail = f"registers the backend {each.name!r}, {each.target}"
+        if each.refusal:
+            remedy = f"python -m pip uninstall {each.distribution.split()[0]}"
+            yield Finding("package", each.distribution, "problem", f"{detail}: {each.refusal}", remedy)
+        else:
+            yield Finding("package", each.distribution, "ok", detail)
     named = os.environ.get(ENVIRONMENT)
     if named:
         yield Finding("package", ENVIRONMENT, "note", f"is {named!r}: used where no device is named")
@@ -117,8 +124,12 @@ def _host() -> Iterator[Finding]:
         yield Finding("host", "memory", "ok", f"{available / 2**30:.1f} GiB are available")
 
 
-def _backend(name: str, module: str) -> list[Finding]:
+def _backend(name: str, target: str) -> list[Finding]:
     """What a backend's module ``diagnosis`` finds, where it has one."""
+    module = target.partition(":")[0]
+    # Those of others were imported where that is safe, and need not be packages.
+    if registry.origin(name) is not None and not hasattr(sys.modules.get(module), "__path__"):
+        return []
     try:
         if importlib.util.find_spec(f"{module}.diagnosis") is None:
             return []

@@ -90,11 +90,14 @@ def time_limit_s() -> float | None:
 
 
 def possible(module: str) -> bool:
-    """Whether a child process can import the backend's module too, and there is a Python to run it."""
+    """Whether a child process can import the backend's module too, and there is a Python to run it.
+
+    A package that the module is in is not imported.
+    """
     if not sys.executable:
         return False
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(module.partition(":")[0].partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
@@ -105,7 +108,7 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
 
     Args:
         device: as its backend lists it.
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         again: test even if the outcome is known.
 
     Returns:
@@ -123,7 +126,7 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
     """Find out in a child process whether looking for a backend's devices is safe.
 
     Args:
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
