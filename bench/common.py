@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import re
@@ -16,20 +17,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dispatcher  # noqa: E402
 from dispatcher.device.machine import busy_reason, cores, foreign_load  # noqa: E402
+from dispatcher.device.splitting import batch_parameter, with_batch  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.timing.contenders import Contender, Lineup, Witness  # noqa: E402
 from dispatcher.timing.racing import environment  # noqa: E402
-from dispatcher.timing.rounds import Probe, threshold_gflops  # noqa: E402
+from dispatcher.timing.rounds import Order, Probe, sample_beside, threshold_gflops  # noqa: E402
 from dispatcher.timing.sampling import Sample, Times, quiet_times  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 
 #: Share of the fastest probe that a probe has to reach for its sample to count.
 QUIET_LIMIT = 0.7
+SMALL_BATCH = 2
+SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
 SHORT_PLATFORMS = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}
 
 
@@ -76,6 +85,35 @@ def new_parser(name: str, description: str | None, repeats: int) -> argparse.Arg
     add("--force", action="store_true", help="measure although the machine is busy")
     add("--output", type=Path, help="the JSON file to write (default: a dated one in bench/results)")
     return parser
+
+
+def assignment(text: str) -> tuple[str, int]:
+    """An argument type: ``NAME=VALUE`` with a whole number."""
+    name, _, value = text.partition("=")
+    if not name.isidentifier() or not value.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a whole number")
+    return name, int(value)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The options of programs that measure named problems."""
+    parser.add_argument("--batch", type=at_least(1), help="batch size, instead of 2 (asym-input: 1)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", type=assignment,
+                        help="another size, for all problems that have it")  # fmt: skip
+
+
+def small_operator(name: str, settings: argparse.Namespace, case: str | None = "kernelbench") -> Operator:
+    """A problem at the sizes of a case and a small batch, with what :func:`add_sizes` says instead.
+
+    Raises:
+        InputError: there is no such problem, or a size is wrong.
+    """
+    problem = dispatcher.load_problem(name)
+    sizes = {key: value for key, value in settings.set if problem.parameter(key) is not None}
+    operator = bind_numbers(problem, sizes, "time", case=case)
+    parameter, _ = batch_parameter(operator)
+    batch = settings.batch or SMALL_BATCHES.get(problem.name, SMALL_BATCH)
+    return with_batch(operator, parameter, batch) if parameter else operator
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -140,8 +178,8 @@ class Run:
             "quiet_limit": self.settings.quiet_limit,
             "threshold_gflops": self.threshold,
         }
-        common = {"repeats": self.settings.repeats, "probe": probe, "left_out": dict(self.left_out)}
-        return {**self.head, **common, **facts}
+        how = {"threads": cores(), "precision": "float32", "repeats": self.settings.repeats}
+        return {**self.head, **how, "probe": probe, "left_out": dict(self.left_out), **facts}
 
 
 def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Device], dict[str, str]]:
@@ -188,6 +226,80 @@ def device_label(device: Device) -> str:
     """What tables call our backend on a device."""
     platform = str(device.facts.get("platform", device.name))
     return f"ours on {SHORT_PLATFORMS.get(platform, platform)}"
+
+
+def until_interrupted(cases: Iterable[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the cases give, one after another; Ctrl-C ends it with those that there are, if any."""
+    found: list[dict[str, Any]] = []
+    try:
+        for case in cases:
+            found.append(case())
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        say("interrupted: reporting what was measured before")
+    return found
+
+
+# ---- one case ----------------------------------------------------------------------------------------------
+def race(
+    title: str,
+    operator: Operator,
+    tensors: Mapping[str, np.ndarray],
+    makers: Mapping[str, Callable[[], Contender]],
+    probe: Probe,
+    settings: argparse.Namespace,
+    order: Order = "random",
+) -> dict[str, Any]:
+    """Prepare, check and time contenders on one operator.
+
+    Args:
+        title: what progress lines say of it.
+        operator: what to compute.
+        tensors: every input tensor by name.
+        makers: name to a function that prepares the contender.
+        probe: of the machine's speed.
+        settings: the program's options.
+        order: see :class:`dispatcher.timing.rounds.Schedule`.
+
+    Returns:
+        Why contenders failed, and of the others the samples and what is known of them. Statistics come later, since
+        they depend on the whole run's fastest probe.
+    """
+    batch = operator.output_shape[0]
+    items = sorted({0, batch // 2, batch - 1})
+    lineup = Lineup(tensors, Witness(operator, tensors, items))
+    for name, make in makers.items():
+        say(f"{title}: preparing {name}")
+        lineup.enter(name, make)
+    say(f"{title}: reference")
+    lineup.judge()
+    for each in list(lineup.contenders):
+        lineup.attempt(each, each.call)
+    lineup.judge()
+    gc.collect()
+    sampling = sample_beside(
+        probe,
+        settings.quiet_limit,
+        {each.name: each.timed for each in lineup.contenders},
+        settings.repeats,
+        order=order,
+        progress=lambda count, share: say(f"{title}: round {count}"),
+    )
+    failures = {failure.name: failure.reason for failure in lineup.failures} | sampling.failures
+    for name, reason in failures.items():
+        say(f"{title}: {name} is out: {reason}")
+    results = {
+        each.name: {
+            "setup_s": each.compile_s + each.first_s,
+            "error_over_bound": each.comparison.max_error_over_bound,
+            **each.facts(),
+            "samples": sample_lists(sampling.samples[each.name]),
+        }
+        for each in lineup.contenders
+        if each.name not in failures and each.comparison is not None
+    }
+    return {"verified_images": items, "failures": failures, "results": results}
 
 
 # ---- results -----------------------------------------------------------------------------------------------

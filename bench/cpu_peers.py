@@ -13,12 +13,11 @@ float32. Every result is checked against the NumPy reference before anything is 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,29 +32,28 @@ import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.machine import cores  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
 from dispatcher.timing import charts, contenders  # noqa: E402
-from dispatcher.timing.contenders import Lineup, OtherLibrary, Witness  # noqa: E402
+from dispatcher.timing.contenders import OtherLibrary  # noqa: E402
 from dispatcher.timing.peers import PEERS  # noqa: E402
-from dispatcher.timing.rounds import Probe, sample_beside  # noqa: E402
+from dispatcher.timing.rounds import Probe  # noqa: E402
 from dispatcher.timing.sampling import Times, ratio, seconds_since  # noqa: E402
 
 PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
 SMALL, FULL = "small batches", "kernelbench cases"
-SMALL_BATCH = 2
-SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
 
 
 def bind_case(problem: str, batch: int | None, overrides: Mapping[str, int] | None = None) -> Operator:
-    """A problem at its `kernelbench` sizes, with another batch size and other sizes where given."""
+    """A problem at its `kernelbench` sizes, with another batch size, and other sizes where it has them."""
+    loaded = dispatcher.load_problem(problem)
     sizes = dict(overrides or {}) | ({} if batch is None else {"batch_size": batch})
-    return bind_numbers(dispatcher.load_problem(problem), sizes, "time", case="kernelbench")
+    known = {name: value for name, value in sizes.items() if loaded.parameter(name) is not None}
+    return bind_numbers(loaded, known, "time", case="kernelbench")
 
 
 # ---- one case ----------------------------------------------------------------------------------------------
@@ -88,12 +86,15 @@ class Ours(contenders.Contender):
         start = time.perf_counter()
         constants = {name: array for name, array in tensors.items() if name != operator.source}
         known: dict[str, Any] = {**operator.sizes, **operator.scalars, **constants}
-        self.compiled = dispatcher.compile(operator.problem, device=device, **known)
+        self._compiled = dispatcher.compile(operator.problem, device=device, **known)
         self.compile_s = seconds_since(start)
         self._x = {operator.source: tensors[operator.source]}
 
     def run(self, timings: Timings | None = None) -> np.ndarray:
-        return np.asarray(self.compiled(**self._x))
+        return np.asarray(self._compiled(**self._x))
+
+    def facts(self) -> dict[str, Any]:
+        return {"launches": self._compiled.explain().as_dict()["launches"]}
 
 
 def race(
@@ -104,55 +105,15 @@ def race(
     settings: argparse.Namespace,
     seed: int = SEED,
 ) -> dict[str, Any]:
-    """Prepare, check and time every contender on one operator.
-
-    Args:
-        title: what progress lines say of it.
-        seed: of the tensors.
-
-    Returns:
-        Why contenders failed, and of the others the samples and what is known of them. Statistics come later,
-        since they depend on the whole run's fastest probe; see :func:`conclude`.
-    """
+    """Prepare, check and time every contender on one operator, on tensors of a seed; see :func:`common.race`."""
     tensors = random_tensors(operator, seed)
-    batch = operator.output_shape[0]
-    items = sorted({0, batch // 2, batch - 1})
-    lineup = Lineup(tensors, Witness(operator, tensors, items))
-    for entrant in entrants:
-        say(f"{title}: preparing {entrant.label}")
-        made: partial[contenders.Contender] = (
-            partial(OtherLibrary, operator, tensors, entrant.name)
-            if entrant.device is None
-            else partial(Ours, operator, tensors, entrant.device)
-        )
-        lineup.enter(entrant.name, made)
-    say(f"{title}: reference")
-    lineup.judge()
-    for each in list(lineup.contenders):
-        lineup.attempt(each, each.untimed)
-    lineup.judge()
-    gc.collect()
-    sampling = sample_beside(
-        probe,
-        settings.quiet_limit,
-        {each.name: each.run for each in lineup.contenders},
-        settings.repeats,
-        progress=lambda count, share: say(f"{title}: round {count}"),
-    )
-    failures = {failure.name: failure.reason for failure in lineup.failures} | sampling.failures
-    for name, reason in failures.items():
-        say(f"{title}: {name} is out: {reason}")
-    results: dict[str, dict[str, Any]] = {}
-    for each in lineup.contenders:
-        if each.name not in failures and each.comparison is not None:
-            results[each.name] = {
-                "setup_s": each.compile_s + each.first_s,
-                "error_over_bound": each.comparison.max_error_over_bound,
-            }
-            if isinstance(each, Ours):
-                results[each.name]["launches"] = each.compiled.explain().as_dict()["launches"]
-            results[each.name]["samples"] = common.sample_lists(sampling.samples[each.name])
-    return {"seed": seed, "verified_images": items, "failures": failures, "results": results}
+    makers: dict[str, Callable[[], contenders.Contender]] = {
+        each.name: partial(OtherLibrary, operator, tensors, each.name)
+        if each.device is None
+        else partial(Ours, operator, tensors, each.device)
+        for each in entrants
+    }
+    return {"seed": seed, **common.race(title, operator, tensors, makers, probe, settings)}
 
 
 def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: float) -> None:
@@ -256,53 +217,29 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    mine = [each for each in report["contenders"] if each["device"] is not None]
-    peers = [each["name"] for each in report["contenders"] if each["device"] is None]
-    colours = charts.colours_of([each["name"] for each in mine], peers)
-    best_colour = charts.PEER_COLOURS[3]
     probe, machine = report["probe"], report["machine"]
-    roof = charts.Roof("#333333", probe["peak_gflops"], probe["copy_gbytes_per_s"])
-    legend = {each["label"]: (colours[each["name"]], False) for each in mine}
     panels = []
     for label in dict.fromkeys(case["label"] for case in report["cases"]):
-        cases = [case for case in report["cases"] if case["label"] == label]
-        points: list[charts.Point] = []
-        markers: dict[str, str] = {}
-        for number, case in enumerate(cases):
-            marker = charts.MARKERS[number % len(charts.MARKERS)]
-            markers[charts.short(case["problem"])] = marker
-            intensity, results = case["flops"] / case["ideal_bytes"], case["results"]
-            if case["best_peer"] is not None:
-                rate = results[case["best_peer"]]["gflops"]
-                points.append(charts.Point(intensity, rate, marker, best_colour, hollow=True))
-            points += [
-                charts.Point(intensity, results[name]["gflops"], marker, colours[name])
-                for name in (each["name"] for each in mine)
-                if name in results
-            ]
-        series = [
-            charts.Bars(each["label"], colours[each["name"]], [_times(case, each["name"]) for case in cases])
-            for each in report["contenders"]
-        ]
-        panels.append(
-            charts.Panel(
-                (f"Time of a call, {label} (median, quartiles)", f"Roofline, {label}"),
-                [charts.short(case["problem"]) for case in cases],
-                series,
-                [roof],
-                points,
-                markers,
-                {**legend, "best peer": (best_colour, True)},
-            )
-        )
+        entries = []
+        for case in report["cases"]:
+            if case["label"] != label:
+                continue
+            name, intensity = charts.short(case["problem"]), case["flops"] / case["ideal_bytes"]
+            for each in report["contenders"]:
+                result, mine = case["results"].get(each["name"]), each["device"] is not None
+                if result is not None:
+                    times_s = (result["median_s"], result["low_s"], result["high_s"])
+                    reached = (intensity, result["gflops"]) if mine else None
+                    entries.append(charts.Entry(name, each["label"], mine, times_s, reached))
+            best = case["results"].get(case["best_peer"])
+            if best is not None:
+                entries.append(charts.Entry(name, "best peer", False, None, (intensity, best["gflops"])))
+        titles = (f"Time of a call, {label} (median, quartiles)", f"Roofline, {label}")
+        roofs = {"": (probe["peak_gflops"], probe["copy_gbytes_per_s"])}
+        panels.append(charts.Panel(titles, entries, roofs))
     path.parent.mkdir(parents=True, exist_ok=True)
     title = f"{machine['cpu']}, {machine['cores']} cores, float32, {report['date']}"
     charts.draw(panels, title, path)
-
-
-def _times(case: Mapping[str, Any], name: str) -> tuple[float, float, float] | None:
-    result = case["results"].get(name)
-    return None if result is None else (result["median_s"], result["low_s"], result["high_s"])
 
 
 # ---- the program -------------------------------------------------------------------------------------------
@@ -314,34 +251,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="problems to measure (default: all)")  # fmt: skip
     add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
         help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
-    add("--batch", type=common.at_least(1), help="batch size, instead of 2 (asym-input: 1)")
     add("--full", action="store_true", help="measure the kernelbench cases as well")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", type=assignment,
-        help="another size, for all problems that have it")  # fmt: skip
+    common.add_sizes(parser)
     add("--table", action="store_true", help="write README.md's table")
     add("--readme", type=Path, default=ROOT / "README.md", help="the file with the table's markers")
     add("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, take this file")
     return parser.parse_args(arguments)
-
-
-def assignment(text: str) -> tuple[str, int]:
-    """An argument type: ``NAME=VALUE`` with a whole number."""
-    name, _, value = text.partition("=")
-    if not name.isidentifier() or not value.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a whole number")
-    return name, int(value)
-
-
-def cases_of(settings: argparse.Namespace) -> list[tuple[Operator, str]]:
-    """The operators to measure, with the label of the table that each belongs to."""
-    cases = []
-    for label in (SMALL, FULL) if settings.full else (SMALL,):
-        for problem in settings.problems:
-            batch = settings.batch or SMALL_BATCHES.get(problem, SMALL_BATCH)
-            known = {parameter.name for parameter in dispatcher.load_problem(problem).sizes}
-            sizes = {name: value for name, value in settings.set if name in known}
-            cases.append((bind_case(problem, batch if label == SMALL else None, sizes), label))
-    return cases
 
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
@@ -350,23 +265,21 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     Raises:
         SystemExit: see :meth:`bench.common.Run.start`.
     """
+    operators = [(common.small_operator(problem, settings), SMALL) for problem in settings.problems]
+    if settings.full:
+        operators += [(bind_case(problem, None, dict(settings.set)), FULL) for problem in settings.problems]
     run = Run.start(PROGRAM, settings)
     entrants = contenders_of(run)
-    cases = []
-    try:
-        for operator, label in cases_of(settings):
-            facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
-            title = f"{operator.problem.name}, {label}"
-            cases.append({**facts, **race(operator, title, entrants, run.probe, settings)})
-    except KeyboardInterrupt:
-        if not cases:
-            raise
-        say("interrupted: reporting the cases before")
-    for case in cases:
-        conclude(case, entrants, run.threshold)
+
+    def case(operator: Operator, label: str) -> dict[str, Any]:
+        facts = {"label": label, **operator_dict(operator), "batch": operator.output_shape[0]}
+        title = f"{operator.problem.name}, {label}"
+        return {**facts, **race(operator, title, entrants, run.probe, settings)}
+
+    cases = common.until_interrupted(partial(case, *each) for each in operators)
+    for each in cases:
+        conclude(each, entrants, run.threshold)
     return run.report(
-        threads=cores(),
-        precision="float32",
         devices={device.id: {"name": device.name, **device.facts} for device in run.devices},
         contenders=[asdict(entrant) for entrant in entrants],
         cases=cases,

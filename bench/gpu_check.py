@@ -237,7 +237,7 @@ def _check(torch: Any, op: Operator, ours: dict[str, Any], there: dict[str, Any]
 
 def _torch_calls(torch: Any, op: Operator, there: dict[str, Any], result: Result) -> dict[str, Call]:
     pipeline = torch_pipeline(op, lambda operand: there[operand.name])
-    found = {}
+    found: dict[str, Call] = {}
     for label, tf32 in (("tf32", True), ("fp32", False)):
         for kind, function in (("eager", pipeline), ("compile", torch.compile(pipeline))):
             once = partial(_torch_call, torch, function, there[op.source], tf32)

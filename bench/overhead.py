@@ -26,7 +26,7 @@ from bench.common import Run, say  # noqa: E402
 from bench.cpu_peers import bind_case  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
-from dispatcher.timing.rounds import sample_beside  # noqa: E402
+from dispatcher.timing.rounds import sample_beside, timed  # noqa: E402
 
 PROGRAM = "overhead"
 REPEATS, CALLS, CLOCKED_CALLS = 15, 300, 50
@@ -70,7 +70,7 @@ def measure_device(device: Any, run: Run) -> dict[str, Any]:
     }
     for call in ways.values():
         block(call, 20)()
-    blocks = {name: block(call, settings.calls) for name, call in ways.items()}
+    blocks = {name: timed(block(call, settings.calls)) for name, call in ways.items()}
     sampling = sample_beside(run.probe, settings.quiet_limit, blocks, settings.repeats)
     for name, reason in sampling.failures.items():
         raise SystemExit(f"overhead: {device.id}, {name}: {reason}")

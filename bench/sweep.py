@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
+from bench.common import Run  # noqa: E402
 from bench.cpu_peers import conclude, contenders_of, milliseconds, race  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
-from dispatcher.device.machine import cores  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
 from dispatcher.problem.operator import bind  # noqa: E402
 from dispatcher.timing.sampling import Times  # noqa: E402
@@ -213,10 +213,8 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     """
     run = Run.start(PROGRAM, settings)
     entrants, problem = contenders_of(run), load_problem(PROBLEM)
-    entries: list[dict[str, Any]] = []
-    for index, sizes in enumerate(geometries(settings.count, settings.seed, settings.scale)):
-        if settings.only is not None and index not in settings.only:
-            continue
+
+    def entry(index: int, sizes: Mapping[str, int]) -> dict[str, Any]:
         operator, geometry = bind(problem, sizes, {}), describe(sizes)
         facts = {
             "index": index,
@@ -227,18 +225,16 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
             "ideal_bytes": operator.ideal_bytes,
         }
         title = f"{index} of {settings.count}, {geometry}"
-        try:
-            entries.append({**facts, **race(operator, title, entrants, run.probe, settings, settings.seed)})
-        except KeyboardInterrupt:
-            if not entries:
-                raise
-            say("interrupted: reporting the geometries before")
-            break
-    for entry in entries:
-        conclude(entry, entrants, run.threshold)
+        return {**facts, **race(operator, title, entrants, run.probe, settings, settings.seed)}
+
+    entries = common.until_interrupted(
+        partial(entry, index, sizes)
+        for index, sizes in enumerate(geometries(settings.count, settings.seed, settings.scale))
+        if settings.only is None or index in settings.only
+    )
+    for each in entries:
+        conclude(each, entrants, run.threshold)
     return run.report(
-        threads=cores(),
-        precision="float32",
         seed=settings.seed,
         scale=settings.scale,
         contenders=[asdict(entrant) for entrant in entrants],

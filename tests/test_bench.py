@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import common, cpu_peers, sweep  # noqa: E402
+from bench import common, compare_checkouts, cpu_peers, sweep  # noqa: E402
 
 SMALL = [
     f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()
@@ -96,7 +96,8 @@ class ScriptedProbe:
 
 
 def sample(calls: dict[str, Callable[[], Any]], probe: rounds.Probe, repeats: int) -> rounds.Sampling:
-    return rounds.sample_beside(probe, 0.7, calls, repeats, pause_s=0.0)
+    timed = {name: rounds.timed(call) for name, call in calls.items()}
+    return rounds.sample_beside(probe, 0.7, timed, repeats, pause_s=0.0)
 
 
 def test_slow_samples_are_repeated_and_counted() -> None:
@@ -387,6 +388,82 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         assert split["backend"] == pytest.approx(split["backend_kernels"] + split["backend_host"])
 
 
+@pytest.fixture(scope="module")
+def comparison(opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """This checkout against itself, on a bundled problem and on a problem file."""
+    folder = tmp_path_factory.mktemp("compare")
+    bundled = "conv-transpose3d-layernorm-gelu-scaling"
+    text = (ROOT / "problems" / f"{bundled}.yaml").read_text(encoding="utf-8")
+    (folder / "other.yaml").write_text(text.replace(f"name: {bundled}", "name: other"), encoding="utf-8")
+    return run_program(
+        "compare_checkouts.py",
+        folder / "compare_checkouts.json",
+        *(str(ROOT), str(ROOT), "--batch", "2", "--problems", bundled, str(folder / "other.yaml")),
+        *(part for text in SMALL for part in ("--set", text)),
+    )
+
+
+def test_two_checkouts_are_compared(comparison: tuple[dict[str, Any], str]) -> None:
+    report, text = comparison
+    assert set(report["checkouts"]) == {"old", "new"}
+    assert {case["problem"] for case in report["cases"]} == {
+        "conv-transpose3d-layernorm-gelu-scaling",
+        "other",
+    }
+    for case in report["cases"]:
+        assert case["failures"] == {} and case["batch"] == 2
+        assert f"`{case['problem']}`, batch 2" in text
+        for result in case["results"].values():
+            assert result["error_over_bound"] <= 1.0 and result["launches"]
+            assert len(result["kernel_seconds"]) == len(result["samples"]) == result["kept"] == 1
+        for what in ("wall", "kernel"):
+            found = case["differences"][what]
+            assert found["ratio"]["value"] == found["new_s"] / found["old_s"]
+            assert found["verdict"] == "too few samples"
+
+
+def test_a_checkout_with_a_wrong_result_is_named(
+    opencl_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "dispatcher"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"""
+import importlib.machinery, importlib.util, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location(
+    "dispatcher", {str(ROOT / "dispatcher" / "__init__.py")!r},
+    submodule_search_locations=[{str(ROOT / "dispatcher")!r}],
+)
+real = importlib.util.module_from_spec(spec)
+sys.modules["dispatcher"] = real
+spec.loader.exec_module(real)
+real.__file__ = {str(package / "__init__.py")!r}
+from dispatcher.call.compiled import PreparedCall
+right = PreparedCall.__call__
+def wrong(self, output=None, timings=None):
+    result = right(self, output, timings)
+    result *= np.float32(1.01)
+    return result
+PreparedCall.__call__ = wrong
+""",
+        encoding="utf-8",
+    )
+    arguments = [str(ROOT), str(tmp_path), "--problems", "conv-transpose3d-max-max-sum", "--force"]
+    arguments += ["--repeats", "1", "--quiet-limit", "0.01", "--output", str(tmp_path / "found.json")]
+    sets = [part for text in SMALL for part in ("--set", text)]
+    assert compare_checkouts.main([*arguments, *sets]) == 1
+    report = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    for case in report["cases"]:
+        assert set(case["results"]) == {"old"} and case["differences"] == {}
+        assert "wrong result on the new checkout" in case["failures"]["new"]
+    assert "wrong result on the new checkout" in capsys.readouterr().out
+    (package / "__init__.py").unlink()
+    package.rmdir()
+    assert compare_checkouts.main([*arguments, *sets]) == 2
+    assert "is no checkout" in capsys.readouterr().err
+
+
 # ---- README ------------------------------------------------------------------------------------------------
 def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -402,7 +479,7 @@ def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
 
 def test_bench_s_readme_knows_every_program_and_field(peers_run: tuple[Path, dict[str, Any], str]) -> None:
     text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
-    for program in ("cpu_peers.py", "sweep.py", "overhead.py"):
+    for program in sorted(path.name for path in (ROOT / "bench").glob("*.py")):
         assert f"`{program}`" in text
     report = peers_run[1]
     case = report["cases"][0]

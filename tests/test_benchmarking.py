@@ -1040,7 +1040,7 @@ def test_what_bench_writes_can_be_compared_though_a_problem_was_named_twice(
 
 
 def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
-    from dispatcher.timing.differences import _judge
+    from dispatcher.timing.differences import judge
 
     generator = np.random.default_rng(1)
 
@@ -1048,9 +1048,9 @@ def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
         noise = generator.lognormal(0.0, 0.03, 15) + (generator.random(15) < 0.1) * 0.5
         return Times(tuple(scale * noise))
 
-    same = [_judge(("p", "d"), "warm wall", draw(1.0), draw(1.0)).verdict for _ in range(100)]
+    same = [judge(("p", "d"), "warm wall", draw(1.0), draw(1.0)).verdict for _ in range(100)]
     assert sum(verdict != "within the noise" for verdict in same) <= 2
-    slower = [_judge(("p", "d"), "warm wall", draw(1.0), draw(1.2)).verdict for _ in range(50)]
+    slower = [judge(("p", "d"), "warm wall", draw(1.0), draw(1.2)).verdict for _ in range(50)]
     assert slower.count("slower") >= 35
     low, high = bootstrap_ratio(Times((2.0,) * 9), Times((1.0,) * 9), 0.99)
     assert low == high == 2.0

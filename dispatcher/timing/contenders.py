@@ -24,6 +24,7 @@ from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
+from dispatcher.timing.rounds import timed
 from dispatcher.timing.sampling import Times, host_caches, seconds_since
 
 _log = logging.getLogger(__name__)
@@ -86,30 +87,30 @@ class Contender:
         """One call that leaves alone what :meth:`get_ready` has made ready."""
         self.run()
 
+    def timed(self) -> float:
+        """Seconds of one call, and of nothing around it."""
+        return timed(self.run)()
+
+    def facts(self) -> dict[str, Any]:
+        """What else a result file has to say of it."""
+        return {}
+
     def get_ready(self) -> None:
         """What has to be done before a call, outside the time."""
 
     def done(self, result: np.ndarray) -> None:
         """What has to be done after a call, outside the time."""
 
-    def first(self, witness: Witness | None) -> None:
-        """The first call."""
-        self.first_s = self._call(witness)
-
-    def untimed(self, witness: Witness | None) -> None:
-        """A call whose time does not count."""
-        self._call(witness)
-
     def turn(self, witness: Witness | None) -> None:
         """One sample of everything."""
         for state in STATES:
             samples = self.samples[state]
-            samples.wall.append(self._call(witness, state))
+            samples.wall.append(self.call(witness, state))
             timings = Timings()
-            wall_s = self._call(witness, state, timings)
+            wall_s = self.call(witness, state, timings)
             self._take(samples, timings, wall_s)
 
-    def _call(
+    def call(
         self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
     ) -> float:
         """Seconds of a call, whose result is looked at outside the time.
@@ -130,6 +131,7 @@ class Contender:
         start = time.perf_counter()
         result = self.run(timings)
         seconds = seconds_since(start)
+        self.first_s = self.first_s or seconds
         if witness is not None:
             witness.see(self, result)
         self.done(result)
@@ -216,10 +218,10 @@ class OurDevice(Contender):
         result: np.ndarray = self._prepared(output=self._output, timings=timings)
         return result
 
-    def _call(
+    def call(
         self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
     ) -> float:
-        seconds = super()._call(witness, state, timings)
+        seconds = super().call(witness, state, timings)
         now = self._prepared.choice.device
         if now.id != self.device.id:
             if self.calls > 1:
@@ -398,9 +400,9 @@ class Lineup:
             self._put_out(name, error, ours)
         else:
             self.contenders.append(contender)
-            self.attempt(contender, contender.first)
+            self.attempt(contender, contender.call)
 
-    def attempt(self, contender: Contender, step: Callable[[Witness | None], None]) -> None:
+    def attempt(self, contender: Contender, step: Callable[[Witness | None], object]) -> None:
         """Let a contender take a step; if it fails, it is out."""
         try:
             step(self._witness)

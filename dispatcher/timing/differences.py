@@ -364,11 +364,12 @@ def _differences(name: tuple[str, str], old: Mapping[str, Any], new: Mapping[str
             if None in sides or (part == "kernel" and old["kernel_clock"] != new["kernel_clock"]):
                 continue
             before, after = (Times(tuple(map(float, side["seconds"]))) for side in sides)
-            found.append(_judge(name, f"{state} {part}", before, after))
+            found.append(judge(name, f"{state} {part}", before, after))
     return found
 
 
-def _judge(name: tuple[str, str], what: str, old: Times, new: Times) -> Difference:
+def judge(name: tuple[str, str], what: str, old: Times, new: Times) -> Difference:
+    """What the samples of one thing say of the second result, by :data:`TEST`; ``name`` is problem and place."""
     low, high = bootstrap_ratio(new, old, CONFIDENCE)
     (old_low, old_high), (new_low, new_high) = old.quartiles_s, new.quartiles_s
     verdict: Verdict = "within the noise"

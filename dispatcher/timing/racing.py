@@ -223,7 +223,7 @@ def race(
     for contender in list(lineup.contenders):
         for _ in range(rules.warmup):
             if contender in lineup.contenders:
-                lineup.attempt(contender, contender.untimed)
+                lineup.attempt(contender, contender.call)
     meter = machine.LoadMeter.start()
     made, settled = _sample(lineup, rules, tell)
     foreign_cores = meter.foreign_cores()

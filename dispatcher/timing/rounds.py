@@ -28,6 +28,7 @@ CALIBRATION_RUNS = 50
 ROUNDS_PER_REPEAT = 3
 
 Contender = TypeVar("Contender", bound=Hashable)
+Order = Literal["random", "mirrored"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Schedule:
     least: int = 1
     limit_s: float | None = None
     pause_s: float = SETTLE_S
-    order: Literal["random", "mirrored"] = "random"
+    order: Order = "random"
     progress: Callable[[int, float], None] | None = None
 
 
@@ -138,27 +139,41 @@ class Sampling:
     failures: dict[str, str] = field(default_factory=dict)
 
 
+def timed(call: Callable[[], Any]) -> Callable[[], float]:
+    """A function that makes a call and gives its seconds; what it returns is released outside the time."""
+
+    def measure() -> float:
+        start = time.perf_counter()
+        result = call()
+        seconds = seconds_since(start)
+        del result
+        return seconds
+
+    return measure
+
+
 def sample_beside(
     probe: Probe,
     limit: float,
-    calls: Mapping[str, Callable[[], Any]],
+    calls: Mapping[str, Callable[[], float]],
     repeats: int,
     *,
     pause_s: float = SETTLE_S,
+    order: Order = "random",
     progress: Callable[[int, float], None] | None = None,
 ) -> Sampling:
-    """Time calls in turns until each has ``repeats`` quiet samples, or too many rounds have passed.
+    """Take samples in turns until each call has ``repeats`` quiet ones, or too many rounds have passed.
 
-    What a call returns is released outside the time. A call that raises anything is out.
+    A call that raises anything is out.
 
     Args:
         probe: reads the machine's speed right before and right after each sample.
         limit: see :func:`threshold_gflops`.
-        calls: by name, warm already.
+        calls: by name, warm already; each gives the seconds that it took (see :func:`timed`).
         repeats: quiet samples wanted of each.
-        pause_s: see :class:`Schedule`, as for ``progress``.
+        pause_s: see :class:`Schedule`, as for ``order`` and ``progress``.
     """
-    schedule = Schedule(ROUNDS_PER_REPEAT * repeats, pause_s=pause_s, progress=progress)
+    schedule = Schedule(ROUNDS_PER_REPEAT * repeats, pause_s=pause_s, order=order, progress=progress)
     sampling = Sampling({name: [] for name in calls})
 
     def lacking(name: str) -> bool:
@@ -168,16 +183,12 @@ def sample_beside(
 
     def turn(name: str) -> None:
         before = probe.read(limit)
-        start = time.perf_counter()
         try:
-            result = calls[name]()
+            seconds = calls[name]()
         except Exception as error:
             sampling.failures[name] = describe(error)
-            return
-        seconds = seconds_since(start)
-        after = probe.read(limit)
-        del result
-        sampling.samples[name].append(Sample(seconds, before, after))
+        else:
+            sampling.samples[name].append(Sample(seconds, before, probe.read(limit)))
 
     take_turns(list(calls), schedule, turn, lacking)
     return sampling

@@ -11,7 +11,6 @@ instead: copying arrays there and back takes longer than many an operator, and n
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
+from dispatcher.timing.rounds import Schedule, take_turns
+from dispatcher.timing.sampling import Times
 
 #: Times that the candidates of the final are run, interleaved.
 REPEATS = 7
@@ -121,6 +122,7 @@ def tune(
     options = list(tuned.candidates(operator, device)) if isinstance(tuned, Tunable) else []
     if not options:
         raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
+    tell = progress or (lambda share: None)
     running: list[tuple[Mapping[str, Any], _Timed, float]] = []
     failed: list[Candidate] = []
     for index, entry in enumerate(options):
@@ -136,17 +138,13 @@ def tune(
         else:
             timed = _Timed(executable, tensors, device)
             running.append((entry, timed, timed()))
-        if progress is not None:
-            progress(0.7 * (index + 1) / len(options))
+        tell(0.7 * (index + 1) / len(options))
     default, rest = running[0], sorted(running[1:], key=lambda run: run[2])
     final = [default, *rest[:FINALISTS]]
     times: list[list[float]] = [[] for _ in final]
-    for repeat in range(REPEATS):
-        for run, (_, timed, _) in zip(times, final, strict=True):
-            run.append(timed())
-        if progress is not None:
-            progress(0.7 + 0.3 * (repeat + 1) / REPEATS)
-    medians = [statistics.median(run) for run in times]
+    schedule = Schedule(REPEATS, pause_s=0.0, progress=lambda made, share: tell(0.7 + 0.3 * share))
+    take_turns(range(len(final)), schedule, lambda index: times[index].append(final[index][1]()))
+    medians = [Times(tuple(run)).median_s for run in times]
     ranked = sorted(
         (Candidate(entry, median) for (entry, _, _), median in zip(final[1:], medians[1:], strict=True)),
         key=lambda candidate: candidate.time_s or 0.0,
