@@ -75,11 +75,17 @@ def test_a_backend_imports_the_interface_and_itself(backend: str) -> None:
 def test_the_dispatcher_reaches_backends_lazily() -> None:
     for path in sorted(LIBRARY):
         modules = set(imported(path))
-        assert not modules & {"dispatcher.cli", "typer"}, path
+        assert not modules & {"dispatcher.cli", "typer"} or path.name == "__main__.py", path
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 text = ast.unparse(statement)
                 assert "backends" not in text, f"{path}: {text}"
+
+
+def test_only_the_command_line_imports_the_report() -> None:
+    for path in sorted(LIBRARY):
+        if path.parent.name != "report":
+            assert not any(module.startswith("dispatcher.report") for module in imported(path)), path
 
 
 def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
@@ -97,7 +103,7 @@ def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
 
 def test_the_command_line_loads_only_what_it_needs() -> None:
     loaded = loaded_by("import dispatcher.cli")
-    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "numpy"}
+    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "numpy", "rich"}
 
 
 def test_numpy_alone_loads_no_gpu_library() -> None:
