@@ -26,30 +26,40 @@ def columns() -> int | None:
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, stacked: bool = False) -> str:
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, above: int = 0, stacked: bool = False
+) -> str:
     """A table as text.
 
-    Where the terminal is too narrow, the cells of the first column, which are names, stand above their rows; where
-    that does not help, each row becomes a block of ``header value``.
+    Where the terminal is too narrow, the cells of one column, which are names, stand above their rows; where that does
+    not help, each row becomes a list of ``header value``.
 
     Args:
         headers: of the columns.
         rows: cells, a text for each header.
-        stacked: the first column's cells stand above in any case.
+        above: the column that stands above.
+        stacked: it does so in any case.
     """
     available = columns()
     widths = None if stacked else _widths(headers, rows, available)
     if widths is not None:
         return "\n".join(_rendered(headers, rows, widths))
-    rest = [row[1:] for row in rows]
-    widths = _widths(headers[1:], rest, None if available is None else available - 2)
-    if widths is None:
-        return "\n\n".join(_block(headers, row) for row in rows)
-    lines = [headers[0], *(f"  {line}" for line in _rendered(headers[1:], [], widths))]
-    for name, group in itertools.groupby(rows, key=lambda row: row[0]):
-        found = _rendered(headers[1:], [row[1:] for row in group], widths)
-        lines += [name, *(f"  {line}" for line in found[1:])]
+    others = _without(headers, above)
+    widths = _widths(others, [_without(row, above) for row in rows], available and available - 2)
+    lines = [headers[above], *(f"  {line}" for line in _rendered(others, [], widths or []))]
+    for name, group in itertools.groupby(rows, key=lambda row: row[above]):
+        cells = [_without(row, above) for row in group]
+        lines.append(name)
+        if widths is not None:
+            lines += [f"  {line}" for line in _rendered(others, cells, widths)[1:]]
+        for row in cells if widths is None else ():
+            pairs = [f"{header.lower()} {cell}" for header, cell in zip(others, row, strict=True) if cell]
+            lines.append(listing("  ", pairs, " "))
     return "\n".join(lines)
+
+
+def _without(row: Sequence[str], at: int) -> list[str]:
+    return [*row[:at], *row[at + 1 :]]
 
 
 def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], available: int | None) -> list[int] | None:
@@ -84,6 +94,8 @@ def _rendered(headers: Sequence[str], rows: Sequence[Sequence[str]], widths: Seq
     from rich.table import Table
     from rich.text import Text
 
+    if not widths:
+        return []
     grid = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     for header, width in zip(headers, widths, strict=True):
         grid.add_column(header, width=width, overflow="fold")
@@ -93,12 +105,6 @@ def _rendered(headers: Sequence[str], rows: Sequence[Sequence[str]], widths: Seq
     styled = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     Console(file=rendered, force_terminal=styled, width=sum(widths) + 2 * len(widths)).print(grid)
     return [line.rstrip() for line in rendered.getvalue().splitlines()]
-
-
-def _block(headers: Sequence[str], row: Sequence[str]) -> str:
-    """A row as lines of ``header value``, after the first cell alone; empty cells are left out."""
-    pairs = [f"{header.lower()} {cell}" for header, cell in zip(headers[1:], row[1:], strict=True) if cell]
-    return "\n".join([row[0], *([listing("  ", pairs, " ")] if pairs else [])])
 
 
 # ---- lists -------------------------------------------------------------------------------------------------

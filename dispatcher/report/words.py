@@ -52,7 +52,7 @@ def _tested_as(device: Device) -> str:
 def say_diagnosis(diagnosis: Diagnosis) -> None:
     """What was looked for and found, and the remedies."""
     rows = [(each.verdict, each.topic, each.subject, each.detail) for each in diagnosis.findings]
-    say(table(("VERDICT", "ABOUT", "WHAT", "FOUND"), rows))
+    say(table(("VERDICT", "ABOUT", "WHAT", "FOUND"), rows, above=2))
     remedies = [each for each in diagnosis.findings if each.verdict != "ok" and each.remedy]
     if remedies:
         say("\nwhat would fix or undo that:")
