@@ -1,7 +1,8 @@
-"""``python -m dispatcher`` is the command line."""
+"""``python -m dispatcher``, the same as the command ``dispatcher``."""
 
 import sys
 
 from dispatcher.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,6 +33,7 @@ from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.userkernel import UserKernel
+from dispatcher.report import streams
 from tests import children
 from tests.strategies import REQUIRED
 from tests.strategies import SCALED_PRODUCT as PROBLEM
@@ -326,7 +327,7 @@ def test_a_command_that_is_ended_leaves_nothing(write: Write, device: str, tmp_p
     assert children.soon(lambda: bool(list(scratch.glob("*/empty"))))
     time.sleep(0.5)  # it builds, or hangs
     parent.send_signal(number)
-    assert parent.wait(10) == (cli.TERMINATED if name == "SIGTERM" else -number)
+    assert parent.wait(10) == (streams.TERMINATED if name == "SIGTERM" else -number)
     assert children.soon(lambda: list(scratch.iterdir()) == [])
     assert parent.stderr is not None
     assert parent.stderr.read() == (b"error: terminated\n" if name == "SIGTERM" else b"")

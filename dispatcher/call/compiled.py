@@ -322,8 +322,13 @@ class CompiledOperator:
         return PreparedCall(program.operator, self, program, tensors, output)
 
     def prepare_bound(self, operator: Operator, tensors: Mapping[str, np.ndarray]) -> PreparedCall:
-        """As :meth:`prepare`, for an operator of this problem that is bound already, and tensors that fit it."""
-        return PreparedCall(operator, self, self._program(operator), tensors, None)
+        """As :meth:`prepare`, for an operator of this problem that is bound already, and all tensors that it takes.
+
+        Nothing is analysed again: the tensors have the operator's shapes.
+        """
+        self._mind_forks()
+        self._last = program = self._program(operator)
+        return PreparedCall(operator, self, program, tensors, None)
 
     def _analyse(self, output: Any, arguments: Mapping[str, Any]) -> tuple[_Program, dict[str, Any], Any]:
         """The program for these arguments, the tensors that are not bound yet, and the output.
