@@ -162,7 +162,7 @@ class Run:
         if not devices:
             say("there is no OpenCL CPU device to measure; pip install '.[cpu]'")
             raise SystemExit(3)
-        return cls(settings, head, devices, left_out, Probe.on(devices[0].index))
+        return cls(settings, head, devices, left_out, probe_on(devices[0].index))
 
     @property
     def threshold(self) -> float:
@@ -206,6 +206,20 @@ def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Device], dict[str, s
         else:
             chosen.append(device)
     return chosen, left_out
+
+
+def probe_on(index: int, copy_bytes: int = 256 << 20) -> Probe:
+    """A calibrated probe on the OpenCL CPU device of that index.
+
+    Args:
+        copy_bytes: size of the array that is copied to measure the memory; well above the caches.
+    """
+    from dispatcher.backends.opencl.roofline import probe
+    from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
+
+    found = find_devices()[index]
+    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_bytes)
+    return Probe(found.name, copy_gbytes_per_s=copy_rate, _run=run).calibrated()
 
 
 def device_label(device: Device) -> str:

@@ -31,12 +31,11 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
-from dispatcher.call.explanation import operator_dict  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
 from dispatcher.timing import charts, contenders  # noqa: E402
 from dispatcher.timing.contenders import OtherLibrary  # noqa: E402
 from dispatcher.timing.peers import PEERS  # noqa: E402

@@ -43,12 +43,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dispatcher import load_problem, problems  # noqa: E402
-from dispatcher.call.explanation import device_dict  # noqa: E402
 from dispatcher.check.comparison import verify_result  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.device.machine import versions  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
-from dispatcher.interface import Timings  # noqa: E402
+from dispatcher.interface import Timings, device_dict  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 from dispatcher.timing.peers import torch_pipeline  # noqa: E402

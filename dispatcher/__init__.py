@@ -14,8 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dispatcher.call.compiled import CompiledOperator, compile, run
-    from dispatcher.call.explanation import Explanation, explain
+    from dispatcher.call.compiled import CompiledOperator, compile, explain, run
+    from dispatcher.call.explanation import Explanation
     from dispatcher.check.judging import Judgement, verify_kernel
     from dispatcher.check.verifying import Verification, verify
     from dispatcher.device.diagnosis import Diagnosis, doctor
@@ -83,7 +83,7 @@ __all__ = [
 _HOMES = {
     "timing.racing": ("benchmark",),
     "timing.results": ("Benchmark",),
-    "call.compiled": ("CompiledOperator", "compile", "run"),
+    "call.compiled": ("CompiledOperator", "compile", "explain", "run"),
     "device.diagnosis": ("Diagnosis", "doctor"),
     "errors": (
         "BuildError",
@@ -97,7 +97,7 @@ _HOMES = {
         "ProblemFileError",
         "VerificationError",
     ),
-    "call.explanation": ("Explanation", "explain"),
+    "call.explanation": ("Explanation",),
     "interface": ("Device",),
     "check.judging": ("Judgement", "verify_kernel"),
     "problem.loader": ("load_problem", "problems"),

@@ -7,6 +7,7 @@ optimised or compiled as the library likes it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -23,6 +24,7 @@ from dispatcher.interface import Timings
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
+    Operand,
     Pointwise,
     Pool,
     Reduce,
@@ -30,7 +32,9 @@ from dispatcher.ops.steps import (
     Softmax,
     Step,
     TensorOperand,
+    ValueOperand,
 )
+from dispatcher.ops.vocabulary import MAXIMUM
 from dispatcher.problem.operator import Operator
 
 #: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
@@ -68,19 +72,7 @@ class Peer:
     make: MakePeer
 
 
-# ---- operators ---------------------------------------------------------------------------------------------
-def chain(operator: Operator) -> Sequence[Step]:
-    """The steps of a pipeline in which each step reads the one before.
-
-    Raises:
-        Unsupported: a step reads another value.
-    """
-    if any(step.source != index for index, step in enumerate(operator.steps)):
-        raise Unsupported("a step reads a value that is not the one before")
-    return operator.steps
-
-
-def scalar(operand: Any) -> float:
+def scalar(operand: Operand) -> float:
     """The value of a scalar operand."""
     if not isinstance(operand, ScalarOperand):
         raise Unsupported(f"expected a number, got {operand}")
@@ -155,59 +147,90 @@ def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: 
 
 
 def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """All steps as one PyTorch function of the input; see :func:`torch_stage`."""
-    stages = [torch_stage(step, constant) for step in chain(operator)]
+    """All steps as one PyTorch function of the input.
+
+    Args:
+        operator: what to compute.
+        constant: gives the PyTorch tensor of a tensor operand.
+    """
+    stages = [(step, torch_stage(step, constant)) for step in operator.steps]
+    fixed: dict[Any, Any] = {}  # operands that are no values of the pipeline
+    for step in operator.steps:
+        for operand in step.operands if isinstance(step, Pointwise) else ():
+            if isinstance(operand, TensorOperand):
+                fixed[operand] = constant(operand)
+            elif isinstance(operand, ScalarOperand):
+                fixed[operand] = operand.value
 
     def pipeline(x: Any) -> Any:
-        for stage in stages:
-            x = stage(x)
-        return x
+        values = [x]
+        for step, stage in stages:
+            operands = step.operands if isinstance(step, Pointwise) else ()
+            arguments = [
+                values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand]
+                for operand in operands
+            ]
+            values.append(stage(values[step.source], *arguments))
+        return values[-1]
 
     return pipeline
 
 
-def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One step as a PyTorch function.
-
-    Args:
-        step: what to compute.
-        constant: gives the PyTorch tensor of a tensor operand.
-    """
+def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any]:
+    """One step as a PyTorch function of its source and, for a pointwise step, its operands."""
     import torch
     from torch.nn import functional as F
 
+    def channels(operand: TensorOperand | None) -> Any:
+        return None if operand is None else constant(operand).flatten()
+
     match step:
-        case ConvTranspose3d(geometry=geometry):
-            weight = constant(step.weight)
-            bias = None if step.bias is None else constant(step.bias).flatten()
+        case ConvTranspose3d(geometry=geometry, transposed=transposed):
+            weight, bias, groups = constant(step.weight), channels(step.bias), geometry.groups
             strides, padding, output_padding, dilation = (
                 tuple(getattr(axis, name) for axis in geometry.axes)
                 for name in ("stride", "padding", "output_padding", "dilation")
             )
-            groups = geometry.groups
-            return lambda x: F.conv_transpose3d(
-                x, weight, bias, strides, padding, output_padding, groups, dilation
-            )
-        case Pointwise(function="gelu"):
-            return lambda x: F.gelu(x)  # noqa: PLW0108 - typed whether PyTorch is installed or not
-        case Pointwise(function="clamp"):
-            low, high = (scalar(operand) for operand in step.arguments)
-            return lambda x: torch.clamp(x, low, high)
-        case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-            value = constant(operand) if isinstance(operand, TensorOperand) else scalar(operand)
-            return (lambda x: x + value) if function == "add" else (lambda x: x * value)
-        case Normalize(axes=(1,), groups=1, weight=None, bias=None):
-            channels, eps = step.shape[1], step.eps
-            return lambda x: F.layer_norm(x.movedim(1, -1), (channels,), eps=eps).movedim(-1, 1)
+            if transposed:
+                return lambda x: F.conv_transpose3d(
+                    x, weight, bias, strides, padding, output_padding, groups, dilation
+                )
+            around = tuple(axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes)
+            return lambda x: F.conv3d(x, weight, bias, 1, around, dilation, groups)
+        case Pointwise(form=form) if form.torch:
+            return dotted(form.torch)
+        case Normalize(eps=eps):
+            weight, bias = channels(step.weight), channels(step.bias)
+            count = step.shape[1]
+            match step.axes, step.groups:
+                case (1,), 1:
+                    return lambda x: F.layer_norm(x.movedim(1, -1), (count,), weight, bias, eps=eps).movedim(
+                        -1, 1
+                    )
+                case (1, 2, 3, 4), groups:
+                    return lambda x: F.group_norm(x, groups, weight, bias, eps)
+                case (2, 3, 4), 1:
+                    return lambda x: F.instance_norm(x, None, None, weight, bias, True, 0.0, eps)
+                case (0, 2, 3, 4), 1:
+                    return lambda x: F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
         case Softmax(axes=(2, 3, 4)):
             return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
-        case Pool(function=("max" | "avg") as function, window=window):
-            pool = F.max_pool3d if function == "max" else F.avg_pool3d
+        case Softmax(axes=(axis,)):
+            return lambda x: torch.softmax(x, axis)
+        case Pool(window=window):
+            pool = F.max_pool3d if step.form is MAXIMUM else F.avg_pool3d
             return lambda x: pool(x, window)
-        case Reduce(function="sum"):
-            axes = step.axes
-            return lambda x: x.sum(axes, keepdim=True)
+        case Reduce(form=form, axes=axes) if form.torch:
+            reduce = dotted(form.torch)
+            return lambda x: reduce(x, axes, keepdim=True)
     raise Unsupported(f"step {step.op} has no PyTorch form here")
+
+
+def dotted(name: str) -> Callable[..., Any]:
+    """The function of a dotted name, such as ``torch.nn.functional.gelu``."""
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 # ---- ONNX --------------------------------------------------------------------------------------------------
@@ -229,50 +252,66 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
         nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
         return name
 
-    value = "input"
-    for step in chain(operator):
+    def argument(operand: Operand) -> str:
+        if isinstance(operand, ValueOperand):
+            return values[operand.value]
+        return constant(operand.value if isinstance(operand, ScalarOperand) else tensors[operand.name])
+
+    def affine(value: str, step: Normalize) -> str:
+        for op, operand in (("Mul", step.weight), ("Add", step.bias)):
+            if operand is not None:
+                value = node(op, value, constant(tensors[operand.name].reshape(operand.shape)))
+        return value
+
+    values = ["input"]
+    for step in operator.steps:
+        value = values[step.source]
         match step:
-            case ConvTranspose3d(geometry=geometry):
+            case ConvTranspose3d(geometry=geometry, transposed=transposed):
                 padding = [axis.padding for axis in geometry.axes]
+                attributes = {
+                    "kernel_shape": [axis.kernel for axis in geometry.axes],
+                    "dilations": [axis.dilation for axis in geometry.axes],
+                    "group": geometry.groups,
+                }
+                if transposed:
+                    attributes["strides"] = [axis.stride for axis in geometry.axes]
+                    attributes["output_padding"] = [axis.output_padding for axis in geometry.axes]
+                else:
+                    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
                 inputs = [value, constant(tensors[step.weight.name])]
                 if step.bias is not None:
                     inputs.append(constant(tensors[step.bias.name].ravel()))
-                value = node(
-                    "ConvTranspose",
-                    *inputs,
-                    kernel_shape=[axis.kernel for axis in geometry.axes],
-                    strides=[axis.stride for axis in geometry.axes],
-                    pads=padding + padding,
-                    output_padding=[axis.output_padding for axis in geometry.axes],
-                    dilations=[axis.dilation for axis in geometry.axes],
-                    group=geometry.groups,
-                )
-            case Pointwise(function="gelu"):
-                value = node("Gelu", value)
-            case Pointwise(function="clamp"):
-                value = node("Clip", value, *(constant(scalar(operand)) for operand in step.arguments))
-            case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-                other = tensors[operand.name] if isinstance(operand, TensorOperand) else scalar(operand)
-                value = node("Add" if function == "add" else "Mul", value, constant(other))
-            case Normalize(axes=(1,), groups=1, weight=None, bias=None):
+                op = "ConvTranspose" if transposed else "Conv"
+                value = node(op, *inputs, pads=padding + padding, **attributes)
+            case Pointwise(form=form, arguments=arguments) if form.onnx:
+                if form.onnx_attributes:
+                    named = zip(form.onnx_attributes, map(scalar, arguments), strict=True)
+                    value = node(form.onnx, value, **dict(named))
+                else:
+                    value = node(form.onnx, value, *map(argument, arguments))
+            case Normalize(groups=1):
                 # In primitives: both libraries fuse them, and are slower with the LayerNormalization
                 # operator between two transpositions, OpenVINO several times.
                 axes = constant(step.axes, np.int64)
                 centred = node("Sub", value, node("ReduceMean", value, axes, keepdims=1))
                 variance = node("ReduceMean", node("Mul", centred, centred), axes, keepdims=1)
                 deviation = node("Sqrt", node("Add", variance, constant(step.eps)))
-                value = node("Div", centred, deviation)
+                value = affine(node("Div", centred, deviation), step)
             case Softmax(axes=(2, 3, 4)):
                 flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
                 value = node("Softmax", flat, axis=2)
                 value = node("Reshape", value, constant(step.shape, np.int64))
-            case Pool(function=("max" | "avg") as function, window=window):
-                op = "MaxPool" if function == "max" else "AveragePool"
+            case Softmax(axes=(axis,)):
+                value = node("Softmax", value, axis=axis)
+            case Pool(window=window):
+                op = "MaxPool" if step.form is MAXIMUM else "AveragePool"
                 value = node(op, value, kernel_shape=list(window), strides=list(window))
-            case Reduce(function="sum"):
-                value = node("ReduceSum", value, constant(step.axes, np.int64), keepdims=1)
+            case Reduce(form=form) if form.onnx:
+                value = node(form.onnx, value, constant(step.axes, np.int64), keepdims=1)
             case _:
                 raise Unsupported(f"step {step.op} has no ONNX form here")
+        values.append(value)
     nodes[-1].output[0] = "output"
 
     def info(name: str, shape: Sequence[int]) -> Any:

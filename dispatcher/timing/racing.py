@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any
 
 from dispatcher import __version__
-from dispatcher.call.compiled import ProblemLike
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.device import machine
 from dispatcher.device.selection import first_usable, parse_request
 from dispatcher.errors import BusyError, InputError
 from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_numbers, check_options
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.timing import rounds
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness

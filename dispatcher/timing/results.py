@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
 from dispatcher.check.comparison import Comparison
 from dispatcher.check.verifying import comparison_dict
+from dispatcher.device.selection import skipped_list
 from dispatcher.errors import DispatcherError
-from dispatcher.interface import Device, Roofline
-from dispatcher.problem.operator import Operator
+from dispatcher.interface import Device, Roofline, device_dict
+from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.timing.sampling import Ratio, Times, rate, ratio
 
 State = Literal["cold", "warm"]

@@ -112,23 +112,11 @@ class Probe:
     copy_gbytes_per_s: float = 0.0
     _run: Callable[[], float] = field(default=lambda: 0.0, repr=False)
 
-    @classmethod
-    def on(cls, index: int, *, copy_bytes: int = 256 << 20) -> Probe:
-        """A probe on the OpenCL CPU device of that index, calibrated.
-
-        Args:
-            index: position in the list of OpenCL devices.
-            copy_bytes: size of the array that is copied to measure the memory; well above the caches.
-        """
-        from dispatcher.backends.opencl.roofline import probe
-        from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
-
-        found = find_devices()[index]
-        run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_bytes)
-        calibrated = cls(found.name, copy_gbytes_per_s=copy_rate, _run=run)
+    def calibrated(self) -> Probe:
+        """The probe itself, after runs that find its best rate."""
         for _ in range(CALIBRATION_RUNS):
-            calibrated.read(math.inf)
-        return calibrated
+            self.read(math.inf)
+        return self
 
     def read(self, limit: float) -> float:
         """The rate now, GFLOP/s; tries a few times to reach ``limit`` (see :func:`threshold_gflops`)."""

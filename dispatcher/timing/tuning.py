@@ -12,19 +12,18 @@ instead: copying arrays there and back takes longer than many an operator, and n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from dispatcher.call.compiled import ProblemLike
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.joining import JoinedDevice
 from dispatcher.device.selection import describe, first_usable, parse_request
 from dispatcher.errors import DeviceError, DispatcherError, InputError
-from dispatcher.interface import Backend, Device, Executable, Timings
+from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
 from dispatcher.timing.rounds import Schedule, take_turns
@@ -36,17 +35,6 @@ REPEATS = 7
 FINALISTS = 4
 #: The winner has to be this much faster than the default to be kept.
 LEAST_GAIN = 1.03
-
-
-@runtime_checkable
-class Tunable(Protocol):
-    """What a backend offers that can be tuned."""
-
-    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
-        """Options worth measuring; the first stand for the default without any tuning."""
-
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
 
 
 @dataclass(frozen=True)
