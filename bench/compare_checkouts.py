@@ -31,10 +31,9 @@ sys.path.insert(0, str(ROOT))
 import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
 from bench.common import Run, say  # noqa: E402
-from dispatcher.call.explanation import operator_dict  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
 from dispatcher.timing.contenders import Contender  # noqa: E402
 from dispatcher.timing.differences import judge  # noqa: E402
 from dispatcher.timing.sampling import Sample, quiet_times, ratio  # noqa: E402
