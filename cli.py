@@ -167,8 +167,8 @@ def devices_command(
     debug: DebugOption = False,
 ) -> None:
     """List the devices of this machine, and why some cannot be used."""
-    from dispatcher.call.explanation import device_dict
     from dispatcher.device.selection import ENVIRONMENT, devices, first_usable, parse_request
+    from dispatcher.interface import device_dict
 
     found = devices(retest=retest)
     wanted = os.environ.get(ENVIRONMENT)
@@ -321,7 +321,7 @@ def explain_command(
     debug: DebugOption = False,
 ) -> None:
     """Show what a call would do, and where, without running it."""
-    from dispatcher.call.explanation import explain
+    from dispatcher.call.compiled import explain
     from dispatcher.problem import commandline
     from dispatcher.problem.arguments import parse_assignments
     from dispatcher.problem.loader import load_problem
@@ -497,7 +497,7 @@ def tune_command(
     """
     from dispatcher.device import machine
     from dispatcher.problem import commandline
-    from dispatcher.timing.tuning import TuneResult, tune_problem
+    from dispatcher.timing.tuning import TuneResult, tune_operator
 
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
@@ -506,18 +506,8 @@ def tune_command(
     results: list[TuneResult] = []
     with progress("tuning") as advance:
         for number, (operator, _) in enumerate(bound):
-            results.append(
-                tune_problem(
-                    operator.problem,
-                    device=device,
-                    case=None,
-                    dtype=dtype,
-                    precision=precision,
-                    keep=keep,
-                    progress=part(advance, number, len(bound)),
-                    **commandline.numbers(operator),
-                )
-            )
+            told = part(advance, number, len(bound))
+            results.append(tune_operator(operator, device, keep=keep, progress=told))
     if as_json:
         answer("tune", {"results": [result.as_dict() for result in results]})
     else:
@@ -599,25 +589,17 @@ def bench_command(
         places = [device]
     if not force:
         racing.refuse_when_busy()
-    races: list[racing.Race] = []
+    rules = racing.Rules(seed_number, repeats, warmups, limit, verify)
+    races = []
     with progress("timing") as advance:
         for number, (operator, _) in enumerate(bound):
             race = racing.race(
-                operator.problem,
+                operator,
                 places,
-                case=None,
-                dtype=dtype,
-                precision=precision,
-                seed=seed_number,
-                repeats=repeats,
-                time_limit_s=limit,
-                warmup=warmups,
+                rules,
                 against=peers,
-                check=verify,
-                force=True,
                 options=options,
                 progress=part(advance, number, len(bound)),
-                **commandline.numbers(operator),
             )
             races.append(race)
             for result in race.results:

@@ -64,3 +64,8 @@ class VerificationError(DispatcherError, AssertionError):
     """A result differs from the reference by more than its error bound."""
 
     exit_code: ClassVar[int] = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class where it has none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -18,6 +18,7 @@ import numpy as np
 from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.interface import Device, Tensors, Timings
 from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax
+from dispatcher.ops.vocabulary import MAXIMUM, MEAN
 from dispatcher.problem.operator import Operator
 from tests.fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, Behaviour, FakeBackend, FakeExecutable
 from tests.honest import StepFunction, compute, conv_transpose3d, pointwise, replaced
@@ -407,7 +408,7 @@ def softmax_without_tail(step: Softmax, x: Array) -> Array:
 
 def other_pool(step: Pool, x: Array) -> Array:
     """Maximum and mean are confused."""
-    other = "avg" if step.function == "max" else "max"
+    other = MEAN if step.form is MAXIMUM else MAXIMUM
     return reference_steps.pool(Pool(step.op, 0, step.input_shape, step.shape, other, step.window), x)
 
 

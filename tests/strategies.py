@@ -22,10 +22,10 @@ import dispatcher
 from dispatcher.check.comparison import Comparison
 from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import call_on, checked_run
-from dispatcher.ops.steps import VOCABULARY
-from dispatcher.problem.loader import problem_from_mapping
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.registry import BACKENDS
 
 MOST_PRODUCTS = 400_000
@@ -402,11 +402,18 @@ def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Re
 
 
 # ---- random pipelines --------------------------------------------------------------------------------------
-POINTWISE_SIMPLE = ("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish")
-POINTWISE = (*POINTWISE_SIMPLE, "leaky_relu", "clamp", "add", "subtract", "scale")
+POINTWISE_SIMPLE = (
+    *("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish", "mish", "elu", "selu", "softsign"),
+    *("abs", "square", "hardtanh"),
+)
+WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum")
+POINTWISE = (*POINTWISE_SIMPLE, "leaky_relu", "clamp", *WITH_OPERAND)
 POOLS = ("avg_pool3d", "max_pool3d")
-OVER_AXES = ("layer_norm", "softmax", "sum", "mean", "max", "log_sum_exp")
-assert {"conv_transpose3d", "group_norm", *POINTWISE, *POOLS, *OVER_AXES} == set(VOCABULARY)
+NORMS = ("group_norm", "instance_norm", "batch_norm")
+OVER_AXES = ("layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "max", "min", "log_sum_exp")
+#: What makes NaN or overflows on numbers of any size and sign: tests of their own draw numbers that fit.
+SENSITIVE = ("divide", "exp", "log", "sqrt", "reciprocal", "product")
+assert {"conv_transpose3d", "conv3d", *POINTWISE, *POOLS, *NORMS, *OVER_AXES, *SENSITIVE} == set(VOCABULARY)
 
 NUMBERS = st.sampled_from((-1.75, -0.5, -0.0, 0.25, 1.0, 1.5, 2.0))
 
@@ -487,7 +494,7 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
         step = conv.step(pipeline.tensor(conv.weight_shape), bias)
         shape = conv.output_shape
         pipeline.convolutions += 1
-    elif op in ("add", "subtract", "scale"):
+    elif op in WITH_OPERAND:
         key = "by" if op == "scale" else "value"
         latest = list(pipeline.results)[-1] if pipeline.results else None
         # A residual the other way round: read an earlier value, and combine it with the latest one.
@@ -510,21 +517,23 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
         window = [draw(st.integers(1, min(extent, 4))) for extent in shape[2:]]
         step["window"] = window
         shape = (*shape[:2], *(n // size for n, size in zip(shape[2:], window, strict=True)))
-    elif op == "group_norm":
-        divisors = [g for g in (1, 2, 3, 5, 8, 11, shape[1]) if shape[1] % g == 0]
-        step |= {"groups": draw(st.sampled_from(divisors)), "eps": 1e-3, **_affine(draw, pipeline)}
+    elif op in NORMS:
+        step |= {"eps": 1e-3, **_affine(draw, pipeline)}
+        if op == "group_norm":
+            divisors = [g for g in (1, 2, 3, 5, 8, 11, shape[1]) if shape[1] % g == 0]
+            step["groups"] = draw(st.sampled_from(divisors))
     elif op in OVER_AXES:
         subset = sorted(draw(st.sets(st.integers(0, 4), min_size=1)))
         step["axis"] = [AXES[axis] for axis in subset]
         if op == "layer_norm":
             step |= {"eps": 1e-3, **_affine(draw, pipeline)}
-        elif op != "softmax":
+        elif op not in ("softmax", "log_softmax", "rms_norm"):
             shape = tuple(1 if axis in subset else extent for axis, extent in enumerate(shape))
     pipeline.add(step, shape, name)
 
 
 _OPS = st.sampled_from(
-    (*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, "layer_norm", "softmax", "sum", "group_norm")
+    (*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, "layer_norm", "softmax", "sum", *NORMS)
 )
 
 

@@ -16,18 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dispatcher.errors import DispatcherError, InputError, ProblemFileError
-from dispatcher.ops.steps import VOCABULARY
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import Expression
-from dispatcher.problem.loader import (
-    MAX_DEPTH,
-    MAX_FILE_BYTES,
-    MAX_NODES,
-    RESERVED_NAMES,
-    load_problem,
-    problem_from_mapping,
-    problem_names,
-    read_yaml,
-)
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.schema import RESERVED_NAMES, problem_from_mapping
+from dispatcher.problem.yamlfile import MAX_DEPTH, MAX_FILE_BYTES, MAX_NODES, read_yaml
 
 VALID = """\
 name: tiny

@@ -15,8 +15,8 @@ from dispatcher import cli
 from dispatcher.check import verifying
 from dispatcher.check.inputs import INPUT_SETS
 from dispatcher.check.judging import Judgement
-from dispatcher.check.userkernel import UserKernel
 from dispatcher.errors import InputError, KernelError
+from dispatcher.problem.userkernel import UserKernel
 
 
 def one_percent_off(operator: Any, tensors: Any) -> np.ndarray:

@@ -13,10 +13,10 @@ from dispatcher.backends.cuda.fusion import Target
 from dispatcher.backends.cuda.lowering import Program, lower
 from dispatcher.backends.cuda.options import parse
 from dispatcher.backends.cuda.userkernel import load_kernel
-from dispatcher.check.userkernel import LoadedKernel, UserKernel
 from dispatcher.errors import DeviceError
-from dispatcher.interface import Device, Roofline
+from dispatcher.interface import Device, LoadedKernel, Roofline
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import UserKernel
 
 _LARGEST_EXTENT = 2**31 - 1
 
@@ -114,7 +114,7 @@ class CudaBackend:
         tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:

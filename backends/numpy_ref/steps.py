@@ -92,6 +92,43 @@ def conv_transpose3d(
     return y if bias is None else y + bias
 
 
+def conv3d(
+    step: ConvTranspose3d,
+    x: NDArray[Any],
+    weight: NDArray[Any],
+    bias: NDArray[Any] | None = None,
+    *,
+    advance: Progress | None = None,
+) -> NDArray[Any]:
+    """Ordinary convolution at stride 1 by its definition: ``y[o] = sum over k of weight[:, :, k] x[o + k*L - P]``.
+
+    The arguments are those of :func:`conv_transpose3d`, but weight is ``(OC, IC/groups, KD, KH, KW)``.
+    """
+    geometry = step.geometry
+    # The geometry is that of the equal transposed convolution, whose padding is L*(K - 1) - P.
+    dilation = [axis.dilation for axis in geometry.axes]
+    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
+    padded = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in padding)])
+    extents = geometry.output_shape[2:]
+    out_group, in_group = geometry.out_channels // geometry.groups, geometry.in_channels // geometry.groups
+    y = np.zeros((x.shape[0], *geometry.output_shape[1:]), x.dtype)
+    for tap in np.ndindex(*weight.shape[2:]):
+        d, h, w = (slice(k * gap, k * gap + o) for k, gap, o in zip(tap, dilation, extents, strict=True))
+        factors = weight[:, :, tap[0], tap[1], tap[2]]
+        for group in range(geometry.groups):
+            ins = slice(group * in_group, (group + 1) * in_group)
+            outs = slice(group * out_group, (group + 1) * out_group)
+            y[:, outs] += np.moveaxis(np.tensordot(factors[outs], padded[:, ins, d, h, w], (1, 1)), 0, 1)
+        if advance is not None:
+            advance(1.0 / geometry.kernel_volume)
+    return y if bias is None else y + bias
+
+
+def convolution(step: ConvTranspose3d, *arguments: Any, advance: Progress | None = None) -> NDArray[Any]:
+    """The convolution that ``step`` is, transposed or ordinary; the arguments are those of either."""
+    return (conv_transpose3d if step.transposed else conv3d)(step, *arguments, advance=advance)
+
+
 # ---- pointwise functions -----------------------------------------------------------------------------------
 # Chebyshev coefficients of (1 + sqrt(2) x) exp(x^2/2) erfc(x/sqrt(2)) in t = (x - 5)/(x + 5) for x >= 0,
 # computed with 60 digits. The form is that of Shepherd and Laframboise, "Chebyshev approximation of
@@ -183,6 +220,10 @@ def sigmoid(x: Array) -> Array:
     return np.where(x < 0.0, small, 1.0) / (1.0 + small)
 
 
+# Klambauer et al., "Self-Normalizing Neural Networks", 2017: the fixed point of mean 0 and variance 1.
+SELU_SCALE = 1.0507009873554804934193349852946
+SELU_ALPHA = 1.6732632423543772848170429916717
+
 #: Function of a :class:`Pointwise` step to what it computes: the element, then the step's arguments.
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": np.add,
@@ -197,6 +238,19 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "silu": lambda x: x * sigmoid(x),
     "softplus": lambda x: np.logaddexp(0.0, x),
     "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
+    "divide": np.divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
+    "elu": lambda x, alpha: np.where(x > 0.0, x, alpha * np.expm1(x)),
+    "selu": lambda x: SELU_SCALE * np.where(x > 0.0, x, SELU_ALPHA * np.expm1(x)),
+    "softsign": lambda x: x / (1.0 + np.abs(x)),
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "square": np.square,
+    "reciprocal": np.reciprocal,
 }
 
 
@@ -253,9 +307,12 @@ def windows(step: Pool, x: NDArray[Any], combine: np.ufunc) -> NDArray[Any]:
 
 def pool(step: Pool, x: Array) -> Array:
     """Maximum (NaN wins) or mean of each window."""
-    if step.function == "max":
-        return windows(step, x, np.maximum)
-    return windows(step, x, np.add) / math.prod(step.window)
+    match step.function:
+        case "max":
+            return windows(step, x, np.maximum)
+        case "mean":
+            return windows(step, x, np.add) / math.prod(step.window)
+    raise KeyError(step.function)
 
 
 def mean(x: Array, axes: tuple[int, ...]) -> Array:
@@ -278,19 +335,21 @@ REDUCTIONS: dict[str, Callable[[Array, tuple[int, ...]], Array]] = {
     "sum": lambda x, axes: x.sum(axis=axes, keepdims=True),
     "mean": mean,
     "max": lambda x, axes: x.max(axis=axes, keepdims=True, initial=-np.inf),
+    "min": lambda x, axes: x.min(axis=axes, keepdims=True, initial=np.inf),
+    "product": lambda x, axes: x.prod(axis=axes, keepdims=True),
     "log_sum_exp": log_sum_exp,
 }
 
 
 def reduce(step: Reduce, x: Array) -> Array:
-    """Sum, mean, maximum (NaN wins) or log-sum-exp over the step's axes, which stay with extent 1."""
+    """A reduction over the step's axes, which stay with extent 1."""
     return REDUCTIONS[step.function](x, step.axes)
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
 #: Class of a step to the function that computes it from the step, its source and its operands.
 TABLE: dict[type[Step], Callable[..., Array]] = {
-    ConvTranspose3d: conv_transpose3d,
+    ConvTranspose3d: convolution,
     Pointwise: pointwise,
     Normalize: normalize,
     Softmax: softmax,
@@ -309,5 +368,5 @@ def apply(step: Step, x: Array, operands: Sequence[Any], advance: Progress | Non
         advance: told, from time to time, which further fraction of a convolution is done.
     """
     if isinstance(step, ConvTranspose3d):
-        return conv_transpose3d(step, x, *operands, advance=advance)
+        return convolution(step, x, *operands, advance=advance)
     return TABLE[type(step)](step, x, *operands)

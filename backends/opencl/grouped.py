@@ -195,7 +195,7 @@ def lower_grouped(
     elif isinstance(step, Reduce | Pool):
         kernel = "pool_group" if isinstance(step, Pool) else "reduce_group"
         values["KERNEL_NAME"] = kernel
-        function = "mean" if step.function == "avg" else step.function
+        function = step.function
         values |= {f"REDUCE_{name.upper()}": function == name for name in ("mean", "max", "log_sum_exp")}
     text = (
         preamble(real, 1)

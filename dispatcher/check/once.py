@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
 from dispatcher.check.comparison import Comparison, poisoned
 from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import call_on, checksums, compare_run, comparison_dict
-from dispatcher.device.selection import Choice
-from dispatcher.problem.operator import Operator
+from dispatcher.device.selection import Choice, skipped_list
+from dispatcher.interface import device_dict
+from dispatcher.problem.operator import Operator, operator_dict
 
 #: Told what begins and in how many steps; gives a function that takes the fraction done.
 Stage = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]

@@ -22,18 +22,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dispatcher.call.compiled import CompiledOperator, PreparedCall, ProblemLike
-from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
+from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
-from dispatcher.device.selection import devices, first_usable, parse_request
+from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError
-from dispatcher.interface import Device
+from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
-from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
 from dispatcher.problem.model import Problem
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import Operator, operator_dict
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
 
@@ -526,15 +525,8 @@ def compile_for(
 ) -> CompiledOperator:
     """``operator`` for the best device of the request, to be compiled at the first call."""
     problem: Problem = operator.problem
-    return CompiledOperator(
-        problem,
-        device=device,
-        precision=operator.precision,
-        dtype=operator.dtype,
-        options=options,
-        arguments={**operator.sizes, **operator.scalars},
-        eager=False,
-    )
+    settings = Settings(device, precision=operator.precision, dtype=operator.dtype, options=options)
+    return CompiledOperator(problem, settings, {**operator.sizes, **operator.scalars}, eager=False)
 
 
 def checked_run(

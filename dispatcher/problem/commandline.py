@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -117,11 +116,6 @@ def bind_problems(
         operator = bind_numbers(problem, arguments, verb, case=chosen, dtype=dtype, precision=precision)
         result[problem.name] = (operator, chosen)
     return list(result.values())
-
-
-def numbers(operator: Operator) -> dict[str, Any]:
-    """Every size and scalar of an operator, as arguments of a function that binds its problem itself."""
-    return {**operator.sizes, **operator.scalars}
 
 
 def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ class StepSpec:
     """One step of the pipeline as the file has it: not yet bound to sizes.
 
     Attributes:
-        op: name in :data:`dispatcher.ops.steps.VOCABULARY`.
+        op: name in :data:`dispatcher.ops.vocabulary.VOCABULARY`.
         source: name of the value it reads: None for the previous step's result (for the first step: the
             problem's first tensor), else a tensor parameter's name or an earlier step's ``result``.
         result: the name it gives to its value, or None.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
-    from dispatcher.timing.racing import Race
+    from dispatcher.timing.results import Race
 
 SCHEMA = 1  # of every document; raised when a key changes its meaning or goes away
 

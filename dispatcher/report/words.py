@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
     from dispatcher.timing.differences import BenchComparison
-    from dispatcher.timing.racing import Race
+    from dispatcher.timing.results import Race
     from dispatcher.timing.tuning import TuneResult
 
 
