@@ -19,8 +19,7 @@ import typer
 from dispatcher import __version__
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.report import documents, streams, words
-from dispatcher.report.bars import part, progress
-from dispatcher.report.streams import answer, complain, note, note_skipped, say
+from dispatcher.report.streams import answer, complain, note, note_skipped, part, progress, say
 
 MAX_SEED = 2**64 - 1
 
@@ -413,11 +412,11 @@ def verify_command(
     if of_kernel:
         raise InputError(f"--{next(iter(of_kernel))} is given without --kernel; give both")
     options = commandline.tuning_options(algorithm, option)
-    tasks = commandline.tasks("verify", problem, settings, case, dtype, precision)
-    names = [task.problem.name for task in tasks]
+    bound = commandline.bind_problems("verify", problem, settings, case, dtype, precision)
+    names = [operator.problem.name for operator, _ in bound]
     with progress("verifying") as advance:
         results = verifying.verify_operators(
-            [(task.operator, task.case) for task in tasks],
+            bound,
             device=device,
             inputs=sets,
             seeds=numbers,
@@ -498,27 +497,17 @@ def tune_command(
     """
     from dispatcher.device import machine
     from dispatcher.problem import commandline
-    from dispatcher.timing.tuning import TuneResult, tune_problem
+    from dispatcher.timing.tuning import TuneResult, tune_operator
 
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise")
-    tasks = commandline.tasks("tune", problem, settings, case, dtype, precision)
+    bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
     results: list[TuneResult] = []
     with progress("tuning") as advance:
-        for number, task in enumerate(tasks):
-            results.append(
-                tune_problem(
-                    task.problem,
-                    device=device,
-                    case=task.case,
-                    dtype=dtype,
-                    precision=precision,
-                    keep=keep,
-                    progress=part(advance, number, len(tasks)),
-                    **task.arguments,
-                )
-            )
+        for number, (operator, _) in enumerate(bound):
+            told = part(advance, number, len(bound))
+            results.append(tune_operator(operator, device, keep=keep, progress=told))
     if as_json:
         answer("tune", {"results": [result.as_dict() for result in results]})
     else:
@@ -592,7 +581,7 @@ def bench_command(
     if plot is not None:
         require_matplotlib(plot)
         target = streams.output_path("--plot", plot)
-    tasks = commandline.tasks("time", problem, settings, case, dtype, precision)
+    bound = commandline.bind_problems("time", problem, settings, case, dtype, precision)
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]
     else:
@@ -603,28 +592,28 @@ def bench_command(
     rules = racing.Rules(seed_number, repeats, warmup=warmups, time_limit_s=limit, check=verify)
     races = []
     with progress("timing") as advance:
-        for number, task in enumerate(tasks):
+        for number, (operator, _) in enumerate(bound):
             race = racing.race(
-                task.operator,
+                operator,
                 places,
                 rules,
                 against=peers,
                 options=options,
-                progress=part(advance, number, len(tasks)),
+                progress=part(advance, number, len(bound)),
             )
             races.append(race)
             for result in race.results:
                 note_skipped(result.skipped)
     if as_json:
-        answer("bench", documents.bench_document(tasks, races))
+        answer("bench", documents.bench_document(bound, races))
     else:
         words.say_races(races)
     if target is not None and any(race.results for race in races):
         draw_races(races, "kernel-dispatcher, times on this machine", target)
     errors = [
         error
-        for task, race in zip(tasks, races, strict=True)
-        for error in words.complain_of_race(task.problem.name, race)
+        for (operator, _), race in zip(bound, races, strict=True)
+        for error in words.complain_of_race(operator.problem.name, race)
     ]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]

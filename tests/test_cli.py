@@ -269,6 +269,18 @@ def test_the_same_seed_gives_the_same_bytes_everywhere(tmp_path: Path) -> None:
     assert first == second != other
 
 
+@pytest.mark.parametrize("command", ["run", "explain", "verify", "bench"])
+def test_an_operator_is_bound_once(run: Any, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    from dispatcher.problem import arguments
+
+    bound: list[Any] = []
+    bind = arguments.bind
+    monkeypatch.setattr(arguments, "bind", lambda *args, **more: bound.append(args) or bind(*args, **more))
+    more = ["--repeat", "1", "--force"] if command == "bench" else []
+    assert run(command, CONV, "--device", "numpy", *more).code == 0
+    assert len(bound) == 1
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),

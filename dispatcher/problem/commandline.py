@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,23 +14,6 @@ from dispatcher.problem.arguments import bind_numbers, parse_assignments
 from dispatcher.problem.loader import load_problem, problem_names
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import DTYPES, PRECISIONS, Operator
-
-
-@dataclass(frozen=True)
-class Task:
-    """A problem that the command line names.
-
-    Attributes:
-        problem: the problem.
-        case: the case that its sizes come from.
-        arguments: the sizes and scalars of ``--set``.
-        operator: the problem with these.
-    """
-
-    problem: Problem
-    case: str | None
-    arguments: dict[str, Any]
-    operator: Operator
 
 
 def whole_number(option: str, text: str, least: int, most: int | None = None) -> int:
@@ -99,15 +81,15 @@ def default_case(problem: Problem) -> str | None:
     return "sample" if "sample" in problem.cases else None
 
 
-def tasks(
+def bind_problems(
     verb: str,
     names: Sequence[str] | None,
     settings: Sequence[str] | None,
     case: str | None,
     dtype: str | None,
     precision: str,
-) -> list[Task]:
-    """The problems named, each once, or all, checked as far as possible.
+) -> list[tuple[Operator, str | None]]:
+    """The problems named, each once, or all, bound to what the options say, each with its case.
 
     Args:
         verb: what is done with them, for messages.
@@ -121,19 +103,18 @@ def tasks(
         InputError: something is wrong, there is nothing to do, or two problems have the same name.
     """
     check_choices(dtype, precision)
-    result: dict[str, Task] = {}
+    result: dict[str, tuple[Operator, str | None]] = {}
     for problem in [load_problem(name) for name in names or problem_names()]:
         if problem.name in result:
-            other = result[problem.name].problem
+            other = result[problem.name][0].problem
             if replace(other, path=None) != replace(problem, path=None):
                 raise InputError(
                     f"{other.path} and {problem.path} are different problems of one name, {problem.name}; name one"
                 )
             continue
-        arguments = parse_assignments(problem, settings or [], "--set")
-        chosen = case or default_case(problem)
+        chosen, arguments = case or default_case(problem), parse_assignments(problem, settings or [], "--set")
         operator = bind_numbers(problem, arguments, verb, case=chosen, dtype=dtype, precision=precision)
-        result[problem.name] = Task(problem, chosen, arguments, operator)
+        result[problem.name] = (operator, chosen)
     return list(result.values())
 
 

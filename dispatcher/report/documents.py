@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dispatcher.problem.commandline import Task
     from dispatcher.problem.model import Problem
+    from dispatcher.problem.operator import Operator
     from dispatcher.timing.results import Race
 
 SCHEMA = 1  # of every document; raised when a key changes its meaning or goes away
@@ -100,29 +100,27 @@ def _field(name: str, value: Any) -> Any:
 
 
 # ---- benchmarks --------------------------------------------------------------------------------------------
-def bench_document(tasks: Sequence[Task], races: Sequence[Race]) -> dict[str, Any]:
-    """What ``bench`` measured: a race for each task."""
+def bench_document(bound: Sequence[tuple[Operator, str | None]], races: Sequence[Race]) -> dict[str, Any]:
+    """What ``bench`` measured: a race for each operator with its case."""
     from dispatcher.timing.racing import environment, protocol
 
-    pairs = list(zip(tasks, races, strict=True))
+    runs = [(operator.problem.name, case, race) for (operator, case), race in zip(bound, races, strict=True)]
     return {
         **environment(),
         "protocol": protocol(),
-        "results": [{**each.as_dict(), "case": task.case} for task, race in pairs for each in race.results],
-        "peers": [{**each.as_dict(), "case": task.case} for task, race in pairs for each in race.peers],
+        "results": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.results],
+        "peers": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.peers],
         "failures": [
-            {"problem": task.problem.name, "device": failure.name, "reason": failure.reason}
-            for task, race in pairs
+            {"problem": name, "device": failure.name, "reason": failure.reason}
+            for name, _, race in runs
             for failure in race.failures
         ],
         "races": [
             {
-                "problem": task.problem.name,
-                "case": task.case,
-                "rounds": race.rounds,
-                "settled": race.settled,
-                "foreign_cores": race.foreign_cores,
+                "problem": name,
+                "case": case,
+                **{key: getattr(race, key) for key in ("rounds", "settled", "foreign_cores")},
             }
-            for task, race in pairs
+            for name, case, race in runs
         ],
     }

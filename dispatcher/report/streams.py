@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,9 @@ TERMINATED = 143
 
 #: What JSON calls an error of ours, by its exit code.
 KINDS = {1: "verification", 2: "input", 3: "device", 4: "kernel"}
+
+#: Takes the fraction done of something.
+Advance = Callable[[float], None]
 
 _LOGGER = "dispatcher"
 
@@ -174,6 +177,30 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     text = next(iter(str(message).strip().splitlines()), type(message).__name__)
     _command.told.add(text)
     print(f"warning: {text}", file=sys.stderr)
+
+
+@contextmanager
+def progress(what: str, steps: int = 2) -> Iterator[Advance]:
+    """A progress bar on stderr for what takes a while; gives a function that takes the fraction done.
+
+    Nothing is drawn where stderr is not a terminal or there is only one step.
+    """
+    if steps < 2 or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # No thread that redraws: it would disturb what is being timed.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(what, total=1.0)
+        bar.refresh()
+        yield lambda done: bar.update(task, completed=done, refresh=True)
+
+
+def part(advance: Advance, number: int, count: int) -> Callable[..., None]:
+    """Turn the progress of one thing out of ``count``, the last argument that it is told, into that of all."""
+    return lambda *told: advance((number + told[-1]) / count)
 
 
 def one_line(error: BaseException) -> str:

@@ -193,6 +193,17 @@ def tune_problem(
     """
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype, precision=precision)
+    return tune_operator(operator, device, seed, keep, progress)
+
+
+def tune_operator(
+    operator: Operator,
+    device: str | None,
+    seed: int = 0,
+    keep: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> TuneResult:
+    """:func:`tune_problem` for an operator that is bound already."""
     chosen, _ = first_usable(parse_request(device))
     if isinstance(chosen, JoinedDevice):
         raise InputError(
