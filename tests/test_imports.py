@@ -75,7 +75,7 @@ def test_a_backend_imports_the_interface_and_itself(backend: str) -> None:
 def test_the_dispatcher_reaches_backends_lazily() -> None:
     for path in sorted(LIBRARY):
         modules = set(imported(path))
-        assert not modules & {"dispatcher.cli", "typer"}, path
+        assert path.name == "__main__.py" or not modules & {"dispatcher.cli", "typer"}, path
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 text = ast.unparse(statement)
