@@ -54,6 +54,20 @@ def test_the_readme_names_every_problem_and_command() -> None:
         assert f"dispatcher {command}" in text
 
 
+def test_targets_and_files_that_the_contributing_guide_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert (
+        {"run", "quick", "test", "check"}
+        <= set(re.findall(r"`make ([a-z]+)`", text)) | {"run"}
+        <= set(targets)
+    )
+    files = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"\b((?:tests|bench)/\w+\.py)\b", text)
+    assert len(files) > 8
+    for file in files:
+        assert (ROOT / file).is_file(), file
+
+
 @pytest.fixture(scope="module")
 def taps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the backend of docs/adding-a-backend.md is installed, from the two files of the page."""

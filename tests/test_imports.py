@@ -118,7 +118,7 @@ def test_the_dispatcher_reaches_backends_lazily() -> None:
         if path.name == "__main__.py":  # the command line itself
             continue
         modules = set(imported(path))
-        assert not modules & {"dispatcher.cli", "typer"}, path
+        assert path.name == "__main__.py" or not modules & {"dispatcher.cli", "typer"}, path
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 text = ast.unparse(statement)
