@@ -24,7 +24,7 @@ ON_CUDA := DISPATCHER_CUDA_SIM=1 DISPATCHER_TEST_REQUIRE=cuda
 THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISPATCHER_CUDA_SIM_MMA=rz
 
 # Without compilers: files, arguments, devices, the reference. With them: three problems on OpenCL and two on CUDA.
-QUICK := api arguments expressions filecache imports loader numpy_ref problem_files selection signatures
+QUICK := api arguments expressions filecache groups imports loader numpy_ref problem_files selection signatures
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max_max)
 
@@ -36,7 +36,7 @@ run: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
-	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py -k cuda
+	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
 
 quick: $(DEV_STAMP)
 	DISPATCHER_TEST_EXAMPLES=0.1 $(BIN)/python -m pytest $(PYTEST) $(QUICK:%=tests/test_%.py)
