@@ -79,7 +79,7 @@ _HOMES = {
 }
 _LAZY = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [*_LAZY, "__version__"]
+__all__ = [*_LAZY, "__version__"]  # noqa: PLE0604 (texts, all of them)
 
 
 def __getattr__(name: str) -> Any:

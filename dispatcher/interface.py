@@ -50,16 +50,8 @@ class Device:
 
 def device_dict(device: Device) -> dict[str, Any]:
     """A device, ready for JSON."""
-    return {
-        "id": device.id,
-        "backend": device.backend,
-        "index": device.index,
-        "name": device.name,
-        "kind": device.kind,
-        "available": device.available,
-        "reason": device.reason,
-        "facts": dict(device.facts),
-    }
+    names = ("id", "backend", "index", "name", "kind", "available", "reason")
+    return {**{name: getattr(device, name) for name in names}, "facts": dict(device.facts)}
 
 
 @dataclass

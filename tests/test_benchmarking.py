@@ -24,7 +24,7 @@ from fakes import CONV, LAYERNORM, MAXMAX, FakeBackend, FakeExecutable, correct
 import dispatcher
 from dispatcher import cli
 from dispatcher.check.inputs import random_tensors
-from dispatcher.check.verifying import call_on
+from dispatcher.check.verifying import compile_for
 from dispatcher.device import machine
 from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device, Measurable, Roofline, Timings
@@ -135,7 +135,7 @@ def test_64_times_the_work_takes_more_than_8_times_the_time(backend_device: Devi
 def test_the_parts_of_a_call_fit_into_it(backend_device: Device, dtype: str) -> None:
     operator = dispatcher.explain(MAXMAX, case="sample", dtype=dtype, device=backend_device.id).operator
     tensors = random_tensors(operator, 0)
-    call = call_on(operator, tensors, backend_device.id)
+    call = compile_for(operator, backend_device.id).prepare_bound(operator, tensors)
     call()
     timings = Timings()
     start = time.perf_counter()

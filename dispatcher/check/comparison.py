@@ -154,11 +154,10 @@ class _Tally:
         error = math.sqrt(self.error_squares)
         share = normwise_share(self.elements)
         allowed = share * math.sqrt(self.bound_squares) + math.sqrt(self.rounding_squares)
-        normwise_ratio = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
-        if self.reference_squares > 0.0:
-            normwise = error / math.sqrt(self.reference_squares)
-        else:
-            normwise = 0.0 if error == 0.0 else math.inf
+        normwise_ratio, normwise = (
+            0.0 if error == 0.0 else error / norm if norm > 0.0 else math.inf
+            for norm in (allowed, math.sqrt(self.reference_squares))
+        )
         if math.isnan(self.max_abs_error):
             normwise = normwise_ratio = math.nan
         within = normwise_ratio <= 1.0 or self.elements == 0

@@ -34,18 +34,6 @@ Role = Literal["data", "weight", "factor", "term"]
 
 
 # ---- the sets and where they are meaningful ----------------------------------------------------------------
-def _everywhere(operator: Operator) -> bool:
-    return True
-
-
-def _nowhere(operator: Operator) -> bool:
-    return False
-
-
-def _normalizes(operator: Operator) -> bool:
-    return any(isinstance(step, Normalize) for step in operator.steps)
-
-
 def _has_exponentials(operator: Operator) -> bool:
     """Is there an exponential of a value whose size the inputs decide, that is, before any normalisation?"""
     for step in operator.steps:
@@ -117,8 +105,8 @@ class InputSet:
 
     looks: str
     reason: str
-    where: str
-    meaningful: Callable[[Operator], bool]
+    where: str = "everywhere"
+    meaningful: Callable[[Operator], bool] = lambda operator: True
 
 
 #: Every set by name. The first is the one that stands for all where only one can be afforded.
@@ -126,14 +114,10 @@ INPUT_SETS: dict[str, InputSet] = {
     "signed": InputSet(
         "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
         "no two outputs are alike, a clamp to [0, 1] is active at both ends, rows have a real variance",
-        "everywhere",
-        _everywhere,
     ),
     "graded": InputSet(
         "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
         "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
-        "everywhere",
-        _everywhere,
     ),
     "large_mean": InputSet(
         "like signed, on top of a mean that is large compared with the spread",
@@ -151,7 +135,7 @@ INPUT_SETS: dict[str, InputSet] = {
         "like signed, with weights and terms 256 times as small",
         "a wrong eps: it is of the size of the variance here",
         "a normalisation",
-        _normalizes,
+        lambda operator: any(isinstance(step, Normalize) for step in operator.steps),
     ),
     "negative": InputSet(
         "positive data and negative weights and terms, so that the convolution's output is negative",
@@ -174,26 +158,20 @@ INPUT_SETS: dict[str, InputSet] = {
     "denormal": InputSet(
         "like signed, with the pipeline's input below the smallest normal number",
         "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
-        "everywhere",
-        _everywhere,
     ),
     "one_nan": InputSet(
         "like signed, with one NaN at a random place in the middle half of the pipeline's input",
         "NaN that is dropped (fmax, fmin, clamp) or that spreads to outputs it does not reach",
-        "everywhere",
-        _everywhere,
     ),
     "one_inf": InputSet(
         "like signed, with one plus infinity at a random place in the middle half of the pipeline's input",
         "infinities that become NaN or large numbers, or that spread (transforms, masks that multiply by 0)",
-        "everywhere",
-        _everywhere,
     ),
     "uniform": InputSet(
         "uniform in [0, 1)",
         "nothing: it hides many faults (a clamp to [0, 1] saturates) and is for timing only",
         "nowhere",
-        _nowhere,
+        lambda operator: False,
     ),
 }
 

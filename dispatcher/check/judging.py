@@ -145,14 +145,7 @@ class Judgement:
             "reason": self.reason,
             "log": self.log,
             "checks": [
-                {
-                    "inputs": check.inputs,
-                    "launch": check.launch,
-                    "passed": check.passed,
-                    "reason": check.reason,
-                    "comparison": comparison_dict(check.comparison),
-                }
-                for check in self.checks
+                {**vars(each), "comparison": comparison_dict(each.comparison)} for each in self.checks
             ],
             "build_s": self.build_s,
             "times_s": list(self.times_s),
@@ -368,9 +361,10 @@ class _ChildRun:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
             if stage in ("", "opening the device"):
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
-            if ended.code is None:
-                return {"outcome": "timed out", "reason": f"{how}, while {stage}"}
-            return {"outcome": "crashed", "reason": f"{how}, while {stage}"}
+            return {
+                "outcome": "timed out" if ended.code is None else "crashed",
+                "reason": f"{how}, while {stage}",
+            }
         return self.compared(reports, progress)
 
     def failed(self, failure: Mapping[str, str], stage: str) -> dict[str, Any]:

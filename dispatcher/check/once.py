@@ -13,7 +13,7 @@ import numpy as np
 
 from dispatcher.check.comparison import Comparison, poisoned
 from dispatcher.check.inputs import random_tensors
-from dispatcher.check.verifying import call_on, checksums, compare_run, comparison_dict
+from dispatcher.check.verifying import checksums, compare_run, comparison_dict, compile_for
 from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import device_dict
 from dispatcher.problem.operator import Operator, operator_dict
@@ -110,7 +110,7 @@ def timed_run(
     """
     start = time.perf_counter()
     with stage("compiling", 2):
-        call = call_on(operator, tensors, device, options)
+        call = compile_for(operator, device, options).prepare_bound(operator, tensors)
     compile_s = time.perf_counter() - start
     before = checksums(tensors) if checked else {}
     times: list[float] = []

@@ -140,7 +140,8 @@ def check_output(
     """
     wanted = f"expected a writeable C-contiguous {dtype} array of shape {shape}"
     on_host = isinstance(output, np.ndarray)
-    found = output if on_host else _device_view(output)
+    look = _host_view if on_host else _device_view
+    found = look(output)
     if found is None:
         raise InputError(f"{name} is {brief(output)}; {wanted}")
     if found.shape != shape:
@@ -156,11 +157,13 @@ def check_output(
         if holds:
             raise InputError(f"{name} is {problem}; {wanted}")
     for tensor, array in inputs.items():
-        other = (
-            array if on_host and isinstance(array, np.ndarray) else None if on_host else _device_view(array)
-        )
+        other = look(array)
         if other is not None and np.may_share_memory(found, other):
             raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+
+
+def _host_view(array: Any) -> np.ndarray | None:
+    return array if isinstance(array, np.ndarray) else None
 
 
 def _device_view(array: Any) -> np.ndarray | None:
