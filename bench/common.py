@@ -70,11 +70,16 @@ def positive(text: str) -> float:
     return value
 
 
-def new_parser(name: str, description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """A parser with the options that all programs on the CPU have."""
-    parser = argparse.ArgumentParser(
+def plain_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows a program's docstring as it is."""
+    return argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def new_parser(name: str, description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options that all programs on the CPU have."""
+    parser = plain_parser(description, name)
     add = parser.add_argument
     add("--repeats", type=at_least(1), default=repeats, help="quiet samples of each contender")
     add("--devices", nargs="+", metavar="ID",
@@ -102,17 +107,29 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
                         help="another size, for all problems that have it")  # fmt: skip
 
 
-def small_operator(name: str, settings: argparse.Namespace, case: str | None = "kernelbench") -> Operator:
-    """A problem at the sizes of a case and a small batch, with what :func:`add_sizes` says instead.
+def bind_case(
+    name: str,
+    batch: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    case: str | None = "kernelbench",
+    precision: str = "fp32",
+) -> Operator:
+    """A problem at the sizes of a case, with another batch size, and other sizes where it has them.
 
     Raises:
         InputError: there is no such problem, or a size is wrong.
     """
     problem = dispatcher.load_problem(name)
-    sizes = {key: value for key, value in settings.set if problem.parameter(key) is not None}
-    operator = bind_numbers(problem, sizes, "time", case=case)
+    given = dict(sizes or {}) | ({} if batch is None else {"batch_size": batch})
+    known = {key: value for key, value in given.items() if problem.parameter(key) is not None}
+    return bind_numbers(problem, known, "time", case=case, precision=precision)
+
+
+def small_operator(name: str, settings: argparse.Namespace, case: str | None = "kernelbench") -> Operator:
+    """:func:`bind_case` with a small batch, and with what :func:`add_sizes` says instead."""
+    operator = bind_case(name, sizes=dict(settings.set), case=case)
     parameter, _ = batch_parameter(operator)
-    batch = settings.batch or SMALL_BATCHES.get(problem.name, SMALL_BATCH)
+    batch = settings.batch or SMALL_BATCHES.get(operator.problem.name, SMALL_BATCH)
     return with_batch(operator, parameter, batch) if parameter else operator
 
 

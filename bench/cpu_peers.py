@@ -30,11 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
+from bench.common import Run, bind_case, say  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
 from dispatcher.timing import charts, contenders  # noqa: E402
 from dispatcher.timing.contenders import OtherLibrary  # noqa: E402
@@ -46,14 +45,6 @@ PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
 SMALL, FULL = "small batches", "kernelbench cases"
-
-
-def bind_case(problem: str, batch: int | None, overrides: Mapping[str, int] | None = None) -> Operator:
-    """A problem at its `kernelbench` sizes, with another batch size, and other sizes where it has them."""
-    loaded = dispatcher.load_problem(problem)
-    sizes = dict(overrides or {}) | ({} if batch is None else {"batch_size": batch})
-    known = {name: value for name, value in sizes.items() if loaded.parameter(name) is not None}
-    return bind_numbers(loaded, known, "time", case="kernelbench")
 
 
 # ---- one case ----------------------------------------------------------------------------------------------

@@ -15,16 +15,15 @@ problem and precision the tile with the lowest estimate against the fastest one;
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +31,11 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import markdown  # noqa: E402
+from bench.common import bind_case, markdown, plain_parser  # noqa: E402
 from dispatcher.backends.cuda import tiles  # noqa: E402
 from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
 from dispatcher.backends.cuda.options import Options  # noqa: E402
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.loader import load_problem  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 from dispatcher.timing import charts  # noqa: E402
 
@@ -68,11 +65,6 @@ class Sample:
     ms: float
 
 
-def bound(name: str, precision: str) -> Operator:
-    """A problem at its `kernelbench` size."""
-    return bind_numbers(load_problem(name), {}, "time", case="kernelbench", precision=precision)
-
-
 def task_of(operator: Operator, prologue: str) -> HaloTask:
     """What the convolution's launch has to do, with the steps before it ``fused`` or ``separate``."""
     (task,) = CudaFusion(operator, HOPPER, Options(prologue=prologue)).tasks()
@@ -87,7 +79,7 @@ def samples(report: Mapping[str, Any]) -> Iterator[Sample]:
     for row in report["rows"]:
         problem, precision, prologue = row["problem"], row["precision"], row.get("prologue", "separate")
         if (problem, precision, prologue) not in tasks:
-            tasks[problem, precision, prologue] = task_of(bound(problem, precision), prologue)
+            tasks[problem, precision, prologue] = task_of(bind_case(problem, precision=precision), prologue)
         task, fields = tasks[problem, precision, prologue], dict(row["tile"])
         fields = {name: fields[name] for name in (
             "tile", "warp_m", "paired", "fold_shared", "block_k", "ahead", "resident"
@@ -103,19 +95,6 @@ def samples(report: Mapping[str, Any]) -> Iterator[Sample]:
 def cycles(found: list[Sample]) -> NDArray[np.float64]:
     """The model's estimates."""
     return np.array([float(tiles.launch_cycles(sample.task, sample.tile)) for sample in found])
-
-
-@contextmanager
-def constants(values: Mapping[str, float]) -> Iterator[None]:
-    """Use other constants meanwhile."""
-    before = {name: getattr(tiles, name) for name in values}
-    for name, value in values.items():
-        setattr(tiles, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(tiles, name, value)
 
 
 def clock_ghz(found: list[Sample]) -> float:
@@ -150,7 +129,7 @@ def fit(found: list[Sample]) -> dict[str, float]:
     clock = clock_ghz(found)
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        with constants(dict(zip(FITTED, np.exp(logs), strict=True))):
+        with patch.multiple(tiles, **dict(zip(FITTED, np.exp(logs), strict=True))):
             return np.log1p(errors(found, clock))
 
     done = optimize.least_squares(residuals, np.log(start), loss="soft_l1", f_scale=0.1)
@@ -178,7 +157,7 @@ def measured_table(report: Mapping[str, Any]) -> list[str]:
             found = [r for r in report["rows"] if (r["problem"], r["precision"]) == (name, precision)]
             best = min(row["median_ms"] for row in found)
             peer = report["torch_eager"][name][precision]["median_ms"]
-            floor = floor_ms(bound(name, precision), report)
+            floor = floor_ms(bind_case(name, precision=precision), report)
             cells += [f"{best:.2f}", f"{peer:#.3g}", f"{peer / best:.1f}", f"{floor:#.2g}"]
         rows.append(cells)
     titles = ("PyTorch", "ratio", "floor")
@@ -189,7 +168,9 @@ def expected_table(clock: float) -> list[str]:
     """Estimates for an H100."""
     rows = []
     for name, published in PUBLISHED.items():
-        estimates = (estimated_ms(bound(name, precision), clock) for precision in ("fp32", "tf32"))
+        estimates = (
+            estimated_ms(bind_case(name, precision=precision), clock) for precision in ("fp32", "tf32")
+        )
         rows.append([short(name), *(f"{ms:.1f}" for ms in estimates), *(f"{ms:#.3g}" for ms in published)])
     return markdown(("problem", "estimated fp32", "estimated tf32", "PyTorch eager", "torch.compile"), rows)
 
@@ -205,9 +186,7 @@ def estimated_ms(operator: Operator, clock: float) -> float:
 
 def main() -> int:
     """Print what there is to say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=MEASURED)
     parser.add_argument("--fit", action="store_true")
     given = parser.parse_args()
@@ -233,7 +212,7 @@ def main() -> int:
     if given.fit:
         better = fit(found)
         print("\n".join(f"{name} = {value:.3g}" for name, value in better.items()))
-        with constants(better):
+        with patch.multiple(tiles, **better):
             report_errors()
     else:
         if "torch_eager" in report:  # times of gpu_check.py, which cuda_tiles.py does not take

@@ -14,7 +14,6 @@ product, and what it spills; reads and asynchronous copies of 16 bytes; stores o
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import markdown, plain_parser  # noqa: E402
 from dispatcher import load_problem, problems  # noqa: E402
 from dispatcher.backends.cuda import toolkit  # noqa: E402
 from dispatcher.backends.cuda.fusion import Target  # noqa: E402
@@ -196,20 +196,17 @@ def occupancy(variant: Variant, resources: Resources) -> float:
     return blocks * warps / limits.warps
 
 
-def columns(code: Code | None) -> str:
-    """The last three columns of a row."""
+def columns(code: Code | None) -> list[str]:
+    """The last columns of a row."""
     if code is None:
-        return "? | ? | ? | ?"
-    loop = f"{code.loop[0] / code.loop[1]:.1f} | {code.loop[2]}" if code.loop[1] else " | "
-    wide = f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"
-    return f"{code.tensor or ''} | {loop} | {wide}"
+        return ["?"] * 4
+    loop = (f"{code.loop[0] / code.loop[1]:.1f}", str(code.loop[2])) if code.loop[1] else ("", "")
+    return [str(code.tensor or ""), *loop, f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"]
 
 
 def main() -> int:
     """Write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "cuda-resources.md")
     parser.add_argument("--jobs", type=int, default=2)
@@ -236,16 +233,15 @@ def main() -> int:
         "else FFMA or DFMA). In it: its accesses to spilled registers. Wide: reads of 16 bytes from global memory, "
         "copies of 16 bytes to shared memory, stores of 8 bytes and more.",
         "",
-        "| sm | kernel | threads | registers | shared KB | spills | occupancy | HMMA | loop | in it | wide |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for variant, resources in zip(work, measured, strict=True):
-        shared = (variant.launch.shared_bytes + resources.static_shared_bytes) / 1024
-        share = f"{occupancy(variant, resources):.0%}"
-        lines.append(
-            f"| {variant.architecture} | {variant.label} | {variant.launch.threads} | {resources.registers} "
-            f"| {shared:.1f} | {resources.spill_bytes} | {share} | {columns(resources.code)} |"
-        )
+        shared = f"{(variant.launch.shared_bytes + resources.static_shared_bytes) / 1024:.1f}"
+        counts = (resources.registers, shared, resources.spill_bytes, f"{occupancy(variant, resources):.0%}")
+        known = (variant.architecture, variant.label, variant.launch.threads, *counts)
+        rows.append([*map(str, known), *columns(resources.code)])
+    titles = ("sm", "kernel", "threads", "registers", "shared KB", "spills", "occupancy")
+    lines += markdown((*titles, "HMMA", "loop", "in it", "wide"), rows)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(work)} kernels -> {given.output}")

@@ -22,8 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import dispatcher  # noqa: E402
 from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
-from bench.cpu_peers import bind_case  # noqa: E402
+from bench.common import Run, bind_case, say  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
 from dispatcher.timing.rounds import sample_beside, timed  # noqa: E402
