@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ import typer
 from dispatcher import __version__
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.report import documents, streams, words
-from dispatcher.report.streams import answer, complain, note, note_skipped, part, progress, say
+from dispatcher.report.streams import answer, complain, note, note_skipped, progress, say
 
 MAX_SEED = 2**64 - 1
 
@@ -389,14 +389,9 @@ def verify_command(
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     seed_count = commandline.whole_number("--seeds", seeds, 1)
     sets, numbers = verifying.check_inputs(inputs), verifying.check_seeds(seed_number, seed_count)
-    of_kernel = {
-        name: value
-        for name, value in (
-            *(("entry", entry), ("global-size", global_size), ("local-size", local_size)),
-            *(("build-option", build_option), ("timeout", timeout), ("repeat", repeat)),
-        )
-        if value is not None and value != []
-    }
+    of_kernel: dict[str, Any] = {"entry": entry, "global_size": global_size, "local_size": local_size}
+    of_kernel |= {"build_options": build_option or None, "timeout": timeout, "repeat": repeat}
+    of_kernel = {name: value for name, value in of_kernel.items() if value is not None}
     if kernel is not None:
         for name, other in (("--algorithm", algorithm), ("--option", option), ("--seeds", seed_count > 1)):
             if other:
@@ -410,7 +405,8 @@ def verify_command(
         )
         return
     if of_kernel:
-        raise InputError(f"--{next(iter(of_kernel))} is given without --kernel; give both")
+        name = next(iter(of_kernel)).replace("_", "-").removesuffix("s")
+        raise InputError(f"--{name} is given without --kernel; give both")
     options = commandline.tuning_options(algorithm, option)
     bound = commandline.bind_problems("verify", problem, settings, case, dtype, precision)
     names = [operator.problem.name for operator, _ in bound]
@@ -441,7 +437,7 @@ def _judge(
     kernel: str,
     case: str | None,
     settings: Sequence[str] | None,
-    given: Mapping[str, Any],
+    given: dict[str, Any],
     as_json: bool,
     **more: Any,
 ) -> None:
@@ -454,16 +450,13 @@ def _judge(
 
     loaded = load_problem(problem)
     more.update(parse_assignments(loaded, settings or [], "--set"))
-    for name, value in given.items():
-        if name == "timeout":
-            more["timeout_s"] = commandline.seconds_above_zero("--timeout", value, LONGEST_S)
-        elif name == "repeat":
-            more["repeats"] = commandline.whole_number("--repeat", value, 1)
-        else:
-            more["build_options" if name == "build-option" else name.replace("-", "_")] = value
+    if "timeout" in given:
+        more["timeout_s"] = commandline.seconds_above_zero("--timeout", given.pop("timeout"), LONGEST_S)
+    if "repeat" in given:
+        more["repeats"] = commandline.whole_number("--repeat", given.pop("repeat"), 1)
     chosen = case or commandline.default_case(loaded)
     with progress(f"judging {kernel}") as advance:
-        judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **more)
+        judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **given, **more)
     codes = [judgement.exit_code for judgement in judgements if judgement.exit_code]
     if as_json:
         for judgement in judgements:
@@ -495,6 +488,7 @@ def tune_command(
 
     Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
     """
+    from dispatcher.check.comparison import part
     from dispatcher.device import machine
     from dispatcher.problem import commandline
     from dispatcher.timing.tuning import TuneResult, tune_operator
@@ -561,6 +555,7 @@ def bench_command(
 
     The exit code is 3 when other programs keep the machine busy.
     """
+    from dispatcher.check.comparison import part
     from dispatcher.device.selection import devices, first_usable, parse_request
     from dispatcher.problem import commandline
     from dispatcher.timing import racing

@@ -37,6 +37,8 @@ RESULTS = ROOT / "bench" / "results"
 
 #: Share of the fastest probe that a probe has to reach for its sample to count.
 QUIET_LIMIT = 0.7
+#: Bytes that are copied to measure the memory; well above the caches.
+COPY_BYTES = 256 << 20
 SMALL_BATCH = 2
 SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
 SHORT_PLATFORMS = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}
@@ -225,17 +227,13 @@ def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Device], dict[str, s
     return chosen, left_out
 
 
-def probe_on(index: int, copy_bytes: int = 256 << 20) -> Probe:
-    """A calibrated probe on the OpenCL CPU device of that index.
-
-    Args:
-        copy_bytes: size of the array that is copied to measure the memory; well above the caches.
-    """
+def probe_on(index: int) -> Probe:
+    """A calibrated probe on the OpenCL CPU device of that index."""
     from dispatcher.backends.opencl.roofline import probe
     from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
     found = find_devices()[index]
-    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_bytes)
+    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), COPY_BYTES)
     return Probe(found.name, copy_gbytes_per_s=copy_rate, _run=run).calibrated()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dispatcher.call import tracing
 from dispatcher.call.explanation import Explanation, explain_choice
-from dispatcher.device.memory import check_host_memory
+from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
     FallbackWarning,
@@ -512,9 +512,7 @@ class CompiledOperator:
         operator, device = program.operator, choice.device
         failure = as_kernel_error(error, operator, device, "run")
         if self._request.named:
-            if failure is error:
-                raise error
-            raise failure from error
+            raise failure
         with self._lock:
             if program.choice is choice:  # else another thread has done it already
                 program.failed[device.id] = failure

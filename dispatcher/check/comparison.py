@@ -32,6 +32,11 @@ Array = NDArray[np.float64]
 Progress = Callable[[float], None]
 
 
+def part(progress: Progress, number: int, count: int) -> Callable[..., None]:
+    """Turn the progress of one thing out of ``count``, the last argument that it is told, into that of all."""
+    return lambda *told: progress((number + told[-1]) / count)
+
+
 # ---- comparing ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Comparison:
@@ -269,15 +274,12 @@ def _each_part(
     registry.error_bounds().bounded_parts(operator, tensors, progress, finish)
 
 
-def bounded_reference(
-    operator: Operator, tensors: Tensors, *, progress: Progress | None = None
-) -> tuple[Array, Array]:
+def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Array]:
     """The reference and the largest error that a correct result may have, element by element.
 
     Args:
         operator: what to compute.
         tensors: every input tensor by name.
-        progress: told the fraction done, from time to time.
 
     Returns:
         Two float64 arrays of ``operator.output_shape``.
@@ -288,7 +290,7 @@ def bounded_reference(
     def take(part: slice, values: Array, bounds: Array) -> None:
         reference[part], bound[part] = values, bounds
 
-    _each_part(operator, tensors, progress, take)
+    _each_part(operator, tensors, None, take)
     return reference, bound
 
 

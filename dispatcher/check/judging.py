@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.check.comparison import Comparison, verify_results
+from dispatcher.check.comparison import Comparison, part, verify_results
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.check.kernelfile import Sizes, as_texts, read_kernel
 from dispatcher.check.kernelrun import OUTPUT_FILE
@@ -393,7 +393,7 @@ class _ChildRun:
             repeated = reports["repeated"] if number == 0 else None
             ways = [str(number)] if repeated is None else [str(number), *repeated["results"]]
             results = [np.load(self.folder / OUTPUT_FILE.format(way), mmap_mode="r") for way in ways]
-            told = None if progress is None else _part(progress, number, len(self.kinds))
+            told = None if progress is None else part(progress, number, len(self.kinds))
             comparison, *others = verify_results(self.operator, tensors, results, told)
             before = checksums(tensors)
             wrong = _faults(before, reports["after"][number], comparison)
@@ -437,10 +437,6 @@ def _ending(ended: Ended) -> str:
         return f"the process ended with exit code {ended.code}{ended.last_line}"
     hint = ", which systems send when memory runs out" if ended.signal == "SIGKILL" else ""
     return f"it crashed with {ended.signal}{hint}{ended.last_line}"
-
-
-def _part(progress: Callable[[float], None], number: int, count: int) -> Callable[[float], None]:
-    return lambda done: progress((number + done) / count)
 
 
 def trimmed(log: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
-from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_result, verify_results
+from dispatcher.check.comparison import Comparison, part, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
 from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
@@ -336,7 +336,7 @@ def verify_operators(
         subjects = [_Subject(operator, request, place, options) for request, place in places]
         sets = [(name, number) for name in sets_for(operator, inputs) for number in seeds]
         for done, (name, number) in enumerate(sets):
-            told = progress and partial(_advance, progress, operator, subjects, done, len(sets))
+            told = progress and part(partial(_advance, progress, operator, subjects), done, len(sets))
             _check_all(operator, subjects, name, number, told)
         results += [subject.finish(case) for subject in subjects]
     return results
@@ -352,16 +352,11 @@ def sets_for(operator: Operator, wanted: tuple[str, ...] | None) -> tuple[str, .
 
 
 def _advance(
-    progress: CheckProgress,
-    operator: Operator,
-    subjects: Sequence[_Subject],
-    done: int,
-    count: int,
-    fraction: float,
+    progress: CheckProgress, operator: Operator, subjects: Sequence[_Subject], fraction: float
 ) -> None:
-    """Turn the progress of one check out of ``count`` into that of a problem's checks."""
+    """Tell how far the checks of a problem are, and where they still run."""
     where = ", ".join(subject.device.id for subject in subjects if not subject.ended)
-    progress(operator.problem.name, where, (done + fraction) / count)
+    progress(operator.problem.name, where, fraction)
 
 
 # ---- one operator on one device ----------------------------------------------------------------------------

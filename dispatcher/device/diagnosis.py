@@ -17,7 +17,7 @@ import numpy as np
 from dispatcher import registry
 from dispatcher.device import selftest
 from dispatcher.device.filecache import cache_root
-from dispatcher.device.memory import available_bytes
+from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
 

@@ -7,7 +7,6 @@ and binds the operator. :func:`dispatcher.problem.arrays.host_tensor` then turns
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import operator as python_operator
@@ -20,7 +19,7 @@ import numpy as np
 from dispatcher.errors import DtypeError, GeometryError, InputError
 from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
-from dispatcher.problem.messages import brief
+from dispatcher.problem.messages import brief, suggest
 from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import DTYPES, Operator, bind
 
@@ -124,9 +123,8 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 
 def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> InputError:
     known = [parameter.name for parameter in problem.parameters] + list(triples)
-    close = difflib.get_close_matches(name, known, 1)
-    wanted = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
-    return InputError(f"{problem.name} has no parameter {name!r}; {wanted}")
+    wanted = suggest(name, known) or f"; expected one of {', '.join(known)}"
+    return InputError(f"{problem.name} has no parameter {name!r}{wanted}")
 
 
 def size_value(name: str, value: Any) -> int:
@@ -336,7 +334,12 @@ def infer_sizes(
     origin = dict.fromkeys(given, "given")
     tensors = [parameter for parameter in problem.tensors if parameter.name in shapes]
     for tensor in tensors:
-        _check_rank(tensor, shapes[tensor.name])
+        axes, wanted = len(shapes[tensor.name]), len(tensor.shape or ())
+        if axes != wanted:
+            raise InputError(
+                f"tensor {tensor.name} has shape {shapes[tensor.name]}, {axes} axes; "
+                f"expected {wanted}: {describe_shape(tensor)}"
+            )
     direct = {str(extent) for tensor in tensors for extent in tensor.shape or ()}
     for parameter in problem.sizes:
         name = parameter.name
@@ -380,15 +383,6 @@ def _solve(
                     sizes[solution[0]] = solution[1]
                     origin[solution[0]] = f"from axis {axis} of tensor {tensor.name}"
                     found = True
-
-
-def _check_rank(tensor: Parameter, shape: tuple[int, ...]) -> None:
-    wanted = tensor.shape or ()
-    if len(shape) != len(wanted):
-        raise InputError(
-            f"tensor {tensor.name} has shape {shape}, {len(shape)} axes; "
-            f"expected {len(wanted)}: {describe_shape(tensor)}"
-        )
 
 
 def _check_shape(

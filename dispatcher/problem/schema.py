@@ -24,26 +24,9 @@ from dispatcher.problem.yamlfile import Locate
 #: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
 INTERFACE_NAMES = frozenset(
     (
-        "against",
-        "case",
-        "check",
-        "device",
-        "devices",
-        "dtype",
-        "force",
-        "inputs",
-        "options",
-        "precision",
-        "problem",
-        "problems",
-        "progress",
-        "repeats",
-        "seed",
-        "seeds",
-        "self",
-        "time_limit_s",
-        "trace",
-        "warmup",
+        *("against", "case", "check", "device", "devices", "dtype", "force", "inputs", "options"),
+        *("precision", "problem", "problems", "progress", "repeats", "seed", "seeds", "self"),
+        *("time_limit_s", "trace", "warmup"),
     )
 )
 #: Short-hands for three sizes.
@@ -80,6 +63,9 @@ class _ProblemReader:
             where = f"{show_path(self.path)}:{self.locate(keys)}: "
         return ProblemFileError(where + (f"{dotted(keys)}: " if keys else "") + message)
 
+    def unexpected(self, keys: KeyPath, value: Any, wanted: str) -> ProblemFileError:
+        return self.fail(keys, f"got {show(value)}; expected {wanted}")
+
     def check_keys(
         self, keys: KeyPath, value: Mapping[Any, Any], allowed: Collection[str], required: Collection[str]
     ) -> None:
@@ -97,32 +83,28 @@ class _ProblemReader:
 
     def entries(self, keys: KeyPath, value: Any, what: str) -> list[Any] | tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not value:
-            raise self.fail(keys, f"got {show(value)}; expected a list of {what}")
+            raise self.unexpected(keys, value, f"a list of {what}")
         return value
 
     def text(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str):
-            raise self.fail(keys, f"got {show(value)}; expected a text")
+            raise self.unexpected(keys, value, "a text")
         stripped = value.strip()
         if not stripped.isprintable() or len(stripped) > _MAX_TEXT:
-            raise self.fail(
-                keys, f"got {show(value)}; expected one line of text, {_MAX_TEXT} characters at most"
-            )
+            raise self.unexpected(keys, value, f"one line of text, {_MAX_TEXT} characters at most")
         return stripped
 
     def label(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str) or not _LABEL.fullmatch(value):
-            raise self.fail(
-                keys, f"got {show(value)}; expected a name of letters, digits, '-' and '_', 100 at most"
-            )
+            raise self.unexpected(keys, value, "a name of letters, digits, '-' and '_', 100 at most")
         return value
 
     def identifier(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value) or keyword.iskeyword(value):
-            raise self.fail(
+            raise self.unexpected(
                 keys,
-                f"got {show(value)}; expected a Python identifier (letters, digits and '_', no keyword), "
-                "64 characters at most",
+                value,
+                "a Python identifier (letters, digits and '_', no keyword), 64 characters at most",
             )
         return value
 
@@ -141,7 +123,7 @@ class _ProblemReader:
             raise self.fail(keys, f"got {self.kind(value)}; expected an integer{hint}")
         result = int(value)
         if not least <= result <= MAX_VALUE:
-            raise self.fail(keys, f"got {show(result)}; expected an integer from {least} to 2**63 - 1")
+            raise self.unexpected(keys, result, f"an integer from {least} to 2**63 - 1")
         return result
 
     def number(self, keys: KeyPath, value: Any) -> float:
@@ -152,7 +134,7 @@ class _ProblemReader:
         try:
             result = float(value)
         except OverflowError:
-            raise self.fail(keys, f"got {show(value)}; expected a number that a double can hold") from None
+            raise self.unexpected(keys, value, "a number that a double can hold") from None
         if math.isnan(result):
             raise self.fail(keys, "got nan; expected a number")
         return result
@@ -195,7 +177,7 @@ class _ProblemReader:
 
     def parameter(self, keys: KeyPath, entry: Any, sizes: Collection[str]) -> Parameter:
         if not isinstance(entry, Mapping):
-            raise self.fail(keys, f"got {show(entry)}; expected a mapping with name and type")
+            raise self.unexpected(keys, entry, "a mapping with name and type")
         self.check_keys(keys, entry, ("name", "type", "const", "shape", "default"), ("name", "type"))
         name = self.identifier((*keys, "name"), entry["name"])
         kind = cast(ParameterType, self.choice((*keys, "type"), entry["type"], get_args(ParameterType)))
@@ -324,9 +306,7 @@ class _ProblemReader:
             case "triple":
                 parts = value if isinstance(value, list | tuple) else (value,) * 3
                 if len(parts) != 3:
-                    raise self.fail(
-                        keys, f"got {show(value)}; expected one value, or a list of 3 (depth, height, width)"
-                    )
+                    raise self.unexpected(keys, value, "one value, or a list of 3 (depth, height, width)")
                 listed = isinstance(value, list | tuple)
                 return tuple(
                     self.expression((*keys, i) if listed else keys, part, self.named("size_t"))
@@ -357,10 +337,10 @@ class _ProblemReader:
         if value not in names:
             what = "a double parameter" if kind.kind == "scalar" else "a parameter or an earlier result"
             hint = self.hint(value)
-            raise self.fail(
+            raise self.unexpected(
                 keys,
-                f"got {show(value)}; expected a number, or the name of {what} ({name_list(names)})"
-                f"{hint or suggest(value, names)}",
+                value,
+                f"a number, or the name of {what} ({name_list(names)}){hint or suggest(value, names)}",
             )
         if value in self.results:
             self.read_steps.add(self.results[value])
@@ -397,7 +377,7 @@ class _ProblemReader:
 
     def read_cases(self, raw: Any) -> dict[str, Mapping[str, Number]]:
         if not isinstance(raw, Mapping):
-            raise self.fail(("cases",), f"got {show(raw)}; expected a mapping from case names to values")
+            raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
             self.label(("cases",), name): MappingProxyType(self.case(("cases", name), values))
             for name, values in raw.items()
@@ -405,7 +385,7 @@ class _ProblemReader:
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:
         if not isinstance(raw, Mapping):
-            raise self.fail(keys, f"got {show(raw)}; expected a mapping from parameter names to values")
+            raise self.unexpected(keys, raw, "a mapping from parameter names to values")
         settable = {name: p for name, p in self.parameters.items() if p.type != "tensor"}
         missing = [name for name, p in settable.items() if p.default is None and name not in raw]
         self.check_keys(keys, raw, settable, ())
