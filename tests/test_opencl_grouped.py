@@ -166,7 +166,7 @@ def test_every_element_belongs_to_one_result(recipe: Any) -> None:
     for step in recipe.bind().steps:
         if not isinstance(step, grouped.Shared) or math.prod(step.input_shape) > 60_000:
             continue
-        source, _ = grouped.lower_grouped(step, [], 1, "float", LARGE)
+        source, _ = grouped.lower_grouped(step, [], "float", LARGE)
         axes = axes_of(step)
         terms = math.prod(axis.extent for axis in axes if axis.reduced)
         channels = np.broadcast_to(np.arange(step.input_shape[1])[:, None, None, None], step.input_shape)
@@ -260,7 +260,7 @@ def test_a_kernel_that_needs_too_much_gets_smaller_groups(
     monkeypatch.setattr(launches.cl, "Kernel", lambda program, name: program)
     step = operator_of({"x": (64, 64, 8, 8, 8)}, [over("softmax", "spatial")]).steps[0]
     runtime = cast(Any, Refusing(most, local_bytes))
-    _, group, _ = launches.build_grouped(runtime, LARGE, cast(Any, step), [], 1, "float")
+    _, group, _ = launches.build_grouped(runtime, LARGE, cast(Any, step), [], "float")
     assert group.work_items == expected
 
 

@@ -153,14 +153,13 @@ def grouping(results: int, terms: int, run: int, limits: Limits, itemsize: int) 
 
 
 def lower_grouped(
-    step: Shared, riders: Sequence[Pointwise], entry: int, real: str, limits: Limits
+    step: Shared, riders: Sequence[Pointwise], real: str, limits: Limits
 ) -> tuple[StepSource, Grouping]:
     """Lower ``step`` with the pointwise steps that ride on its store.
 
     Args:
         step: a pool, or a step that reduces over axes.
         riders: pointwise steps behind it.
-        entry: number of the value that ``step`` makes.
         real: ``float`` or ``double``.
         limits: that a work-group has to keep to.
     """
@@ -218,7 +217,7 @@ def lower_grouped(
         values |= reduction_defines(step.form, "COUNT", "REDUCE") | {"REDUCE_SHIFTED": step.form.shifted}
     whole = isinstance(step, Reduce | Pool)
     site = Site(result_at[1], tuple(result_at)) if whole else Site(at[1], tuple(at))
-    tail = operands.tail(riders, entry, site)
+    tail = operands.tail(riders, site)
     values["PARAMETERS"] = operands.parameters
     parts = (
         defines(values),

@@ -134,17 +134,17 @@ class StepLaunch:
         details: dict[str, int] = {}
         lowered: StepSource
         if limits is not None and isinstance(step, Shared):
-            lowered, group, self._kernel = build_grouped(runtime, limits, step, chain, first + 1, name)
+            lowered, group, self._kernel = build_grouped(runtime, limits, step, chain, name)
             self._local = group.work_items
             self._size = -(-lowered.count // group.lanes) * group.work_items
             details = {"results_per_group": group.lanes, "work_items_per_result": group.slices}
         else:
             if isinstance(step, ConvTranspose3d):
-                lowered = lower_gather(step, chain, first + 1, name)
+                lowered = lower_gather(step, chain, name)
             elif limits is None:
-                lowered = lower_step(step, chain, first + 1, name, vec)
+                lowered = lower_step(step, chain, name, vec)
             else:
-                lowered = lower_step(step, chain, first + 1, name, 1, whole_rows=False)
+                lowered = lower_step(step, chain, name, 1, whole_rows=False)
             self._kernel = cl.Kernel(runtime.program(lowered.text), lowered.kernel)
             most = self._kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, runtime.device)
             self._local = 1 if limits is None else min(INDEPENDENT_ITEMS, most)
@@ -190,7 +190,7 @@ class StepLaunch:
 
 
 def build_grouped(
-    runtime: OpenClRuntime, limits: Limits, step: Shared, chain: list[Pointwise], entry: int, real: str
+    runtime: OpenClRuntime, limits: Limits, step: Shared, chain: list[Pointwise], real: str
 ) -> tuple[StepSource, Grouping, Any]:
     """Lower ``step`` to a kernel that the device can launch, and build it.
 
@@ -201,7 +201,7 @@ def build_grouped(
         The source, how work-groups are shared out, and the kernel.
     """
     while True:
-        lowered, group = lower_grouped(step, chain, entry, real, limits)
+        lowered, group = lower_grouped(step, chain, real, limits)
         kernel = cl.Kernel(runtime.program(lowered.text), lowered.kernel)
         info = cl.kernel_work_group_info
         most = kernel.get_work_group_info(info.WORK_GROUP_SIZE, runtime.device)

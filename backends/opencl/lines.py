@@ -206,8 +206,8 @@ def render(
     operands = KernelOperands(padding=tile.thread_c)
     width = g.width
     line = layout.line
-    prologue_text = operands.tail(prologue, 0)
-    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail, 0)
+    prologue_text = operands.tail(prologue)
+    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
     before, before_calls, channels = render_stages(
         LINE_STAGES, operands, epilogue.before, 1, g.out_channels, STAGE_RUN=width.stride * line
     )
@@ -283,7 +283,7 @@ def render(
                     **reduction_defines(epilogue.fold_form, f"{math.prod(window)}", "FOLD"),
                 }
             )
-            + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail, 0)),
+            + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail)),
         )
         tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
     else:

@@ -143,20 +143,19 @@ class KernelOperands:
             return f"load_lanes({name} + {place}, {site.left}, R(0.0))"
         return f"SPLAT({name}[{place}])"
 
-    def tail(self, steps: Sequence[Pointwise], entry: int, site: Site = Site()) -> str:
+    def tail(self, steps: Sequence[Pointwise], site: Site = Site()) -> str:
         """Statements that apply consecutive pointwise steps to ``x``.
 
         Args:
             steps: in order.
-            entry: number of the value that ``x`` is before them (see :class:`dispatcher.ops.steps.Step`).
             site: where.
         """
-        made = range(entry, entry + len(steps))  # values that a later one of these steps may read again
+        made = {step.source for step in steps}  # values that a later one of these steps may read again
         again = {operand.value for step in steps for operand in step.arguments if _is_value(operand)}
         text = ""
-        for value, step in zip(made, steps, strict=True):
-            if value in again:
-                text += f"const VALUE v{value} = x; "
+        for step in steps:
+            if step.source in again:
+                text += f"const VALUE v{step.source} = x; "
             self._forms[step.form.name] = step.form
             arguments = [
                 f"v{operand.value}"

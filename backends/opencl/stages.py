@@ -72,7 +72,7 @@ def render_stages(
         body = (
             defines(values)
             + tail_macro("STAGE_AFFINE", affine)
-            + tail_macro("STAGE_TAIL", operands.tail(stage.tail, 0))
+            + tail_macro("STAGE_TAIL", operands.tail(stage.tail))
         )
         names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
         text += section(form.files[type(stage.step)], body)

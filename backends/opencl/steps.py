@@ -48,33 +48,32 @@ class StepSource:
 
 
 def lower_step(
-    step: Step, riders: Sequence[Pointwise], entry: int, real: str, vec: int, *, whole_rows: bool = True
+    step: Step, riders: Sequence[Pointwise], real: str, vec: int, *, whole_rows: bool = True
 ) -> StepSource:
     """Lower ``step`` with the pointwise steps that ride on its store.
 
     Args:
         step: any step but a convolution.
         riders: pointwise steps behind it.
-        entry: number of the value that ``step`` makes.
         real: ``float`` or ``double``.
         vec: lanes of a vector.
         whole_rows: a work-item of a pointwise step owns a row, and not a single vector of one.
     """
     match step:
         case Pointwise():
-            return _pointwise((step, *riders), entry - 1, real, vec, whole_rows)
+            return _pointwise((step, *riders), real, vec, whole_rows)
         case Pool():
-            return _pool(step, riders, entry, real, vec)
+            return _pool(step, riders, real, vec)
         case Normalize() | Softmax() | Reduce():
-            return _reduction(step, riders, entry, real, vec)
+            return _reduction(step, riders, real, vec)
     raise AssertionError(f"no kernel for {type(step).__name__}")
 
 
-def _pointwise(chain: Sequence[Pointwise], entry: int, real: str, vec: int, whole_rows: bool) -> StepSource:
+def _pointwise(chain: Sequence[Pointwise], real: str, vec: int, whole_rows: bool) -> StepSource:
     operands = KernelOperands()
     _, channels, depth, height, width = chain[0].shape
     shares = 1 if whole_rows else -(-width // vec)
-    tail = operands.tail(chain, entry, Site("c", ("n", "c", "d", "h", "w"), "WIDTH - w"))
+    tail = operands.tail(chain, Site("c", ("n", "c", "d", "h", "w"), "WIDTH - w"))
     values = {
         "CHANNELS": channels,
         "DEPTH": depth,
@@ -88,10 +87,10 @@ def _pointwise(chain: Sequence[Pointwise], entry: int, real: str, vec: int, whol
     return StepSource("pointwise_step", text, operands, math.prod(chain[0].shape[:4]) * shares)
 
 
-def _pool(step: Pool, riders: Sequence[Pointwise], entry: int, real: str, vec: int) -> StepSource:
+def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     window = step.window
-    tail = operands.tail(riders, entry, Site("c", ("n", "c", "d", "h", "w"), "OUT_W - w"))
+    tail = operands.tail(riders, Site("c", ("n", "c", "d", "h", "w"), "OUT_W - w"))
     values = {
         "CHANNELS": step.shape[1],
         **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
@@ -112,7 +111,7 @@ def run_block(count: int) -> int:
 
 
 def _reduction(
-    step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], entry: int, real: str, vec: int
+    step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int
 ) -> StepSource:
     operands = KernelOperands()
     groups = step.groups if isinstance(step, Normalize) else 1
@@ -188,7 +187,7 @@ def _reduction(
         values |= reduction_defines(step.form, "COUNT", "REDUCE")
         values |= {"REDUCE_SHIFTED": step.form.shifted, "REDUCE_LIFTED": step.form.lift != "x"}
     site = result if isinstance(step, Reduce) else element
-    tail = operands.tail(riders, entry, site)
+    tail = operands.tail(riders, site)
     values["PARAMETERS"] = operands.parameters
     parts = (
         defines(values),
@@ -200,7 +199,7 @@ def _reduction(
     return StepSource(kernel, text, operands, math.prod(extents[i] for i in kept))
 
 
-def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], entry: int, real: str) -> StepSource:
+def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) -> StepSource:
     """Lower a convolution to the gather kernel, with the pointwise steps that ride on its store."""
     operands = KernelOperands()
     g = step.geometry
@@ -219,7 +218,7 @@ def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], entry: int,
             f"PADDING_{letter}": axis.padding,
             f"DILATION_{letter}": axis.dilation,
         }
-    tail = operands.bias(step, "oc") + operands.tail(riders, entry, Site("oc", ("n", "oc", "od", "oh", "ow")))
+    tail = operands.bias(step, "oc") + operands.tail(riders, Site("oc", ("n", "oc", "od", "oh", "ow")))
     values["PARAMETERS"] = operands.parameters
     parts = (defines(values), tail_macro("TAIL", tail, "x"), section("conv_transpose3d_gather.cl"))
     text = kernel_text(real, 1, operands, *parts)

@@ -467,9 +467,9 @@ def render(
                 "FOLD_CHANNELS": 1 if folded < g.out_channels else "channels",
                 **reduction_defines(epilogue.fold_form, f"{task.phases}", "FOLD"),
             }
-        ) + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail, 0))
-    prologue_text = operands.tail(prologue, 0)
-    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail, 0)
+        ) + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail))
+    prologue_text = operands.tail(prologue)
+    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
     text = kernel_text(
         real,
         1,
