@@ -26,7 +26,7 @@ THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISP
 # Without compilers: files, arguments, devices, the reference. With them: three problems on OpenCL and two on CUDA.
 QUICK := api arguments expressions filecache groups imports loader numpy_ref problem_files selection signatures
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
-QUICK_CUDA := on_the_device_at_hand and (asym or max_max)
+QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
 .PHONY: run test quick check bench clean
 

@@ -25,7 +25,10 @@ class DtypeError(InputError, TypeError):
 
 
 class ProblemFileError(InputError):
-    """A problem file, or a mapping that stands for one, does not follow the format."""
+    """A problem file, or a mapping that stands for one, does not follow the format; one line, whatever is in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 class GeometryError(InputError):

@@ -877,3 +877,8 @@ def test_damaged_files_only_raise_our_errors(write: Any, position: int, inserted
 @given(st.binary(max_size=60))
 def test_random_bytes_only_raise_our_errors(write: Any, data: bytes) -> None:
     only_refuses(write(data))
+
+
+def test_what_cannot_be_printed_is_escaped() -> None:
+    error = ProblemFileError("a name with \u2028 and \n in it")
+    assert str(error) == "a name with \\u2028 and \\n in it"

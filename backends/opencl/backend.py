@@ -12,6 +12,7 @@ from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyo
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, first_line
 from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -71,7 +72,7 @@ class OpenClBackend:
             return f"precision {operator.precision} exists on CUDA tensor cores only"
         if operator.dtype == "float64" and self._runtime(device).facts.vec_double == 0:
             return "the device has no double precision (cl_khr_fp64)"
-        return None
+        return next((reason for step in operator.steps if (reason := _no_form(step))), None)
 
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
         from dispatcher.backends.opencl.executable import OpenClExecutable
@@ -137,6 +138,15 @@ class OpenClBackend:
 
     def _missing(self, reason: str) -> Device:
         return Device(self.name, 0, "no OpenCL device", "unknown", False, reason)
+
+
+def _no_form(step: Step) -> str | None:
+    """None when this backend has kernels for ``step``, else why not."""
+    if not isinstance(step, ConvTranspose3d | Pointwise | Normalize | Softmax | Pool | Reduce):
+        return f"backend opencl has no kernel for {step.op} ({type(step).__name__})"
+    if isinstance(step, Pool) and step.form.shifted:
+        return f"backend opencl has no pooling for {step.op}, whose maximum is subtracted first"
+    return None
 
 
 def _why_none() -> str:

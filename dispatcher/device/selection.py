@@ -197,7 +197,7 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
             if reason and hasattr(backend, "leave_out_deadly"):
                 safe = backend.leave_out_deadly(lambda: not killed(backend.footprint()))
                 reason = "" if safe else reason
-    except (Exception, SystemExit) as error:  # a broken library may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a broken driver library may raise anything when it is imported
         if isinstance(error, InputError) and origin is None:  # a setting of self-tests
             raise
         return _unavailable(name, f"the {name} backend cannot be imported: {describe(error)}")
