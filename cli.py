@@ -330,15 +330,10 @@ def explain_command(
     commandline.check_choices(dtype, precision)
     chosen = case or commandline.default_case(loaded)
     with progress("compiling"):
-        explanation = explain(
-            loaded,
-            device=device,
-            case=chosen,
-            dtype=dtype,
-            precision=precision,
-            options=commandline.tuning_options(algorithm, option),
-            **parse_assignments(loaded, settings or [], "--set"),
-        )
+        given = parse_assignments(loaded, settings or [], "--set")
+        given |= {"case": chosen, "dtype": dtype, "precision": precision}
+        options = commandline.tuning_options(algorithm, option)
+        explanation = explain(loaded, device=device, options=options, **given)
     if as_json:
         note_skipped(explanation.skipped)
         answer("explain", {**explanation.as_dict(), "case": chosen})
@@ -411,14 +406,11 @@ def verify_command(
     bound = commandline.bind_problems("verify", problem, settings, case, dtype, precision)
     names = [operator.problem.name for operator, _ in bound]
     with progress("verifying") as advance:
-        results = verifying.verify_operators(
-            bound,
-            device=device,
-            inputs=sets,
-            seeds=numbers,
-            options=options,
-            progress=lambda name, _, done: advance((names.index(name) + done) / len(names)),
-        )
+
+        def told(name: str, _: str, done: float) -> None:
+            advance((names.index(name) + done) / len(names))
+
+        results = verifying.verify_operators(bound, device, sets, numbers, options, told)
     for result in results:
         note_skipped(result.skipped)
     results = verifying.worst_first(results)
@@ -491,17 +483,17 @@ def tune_command(
     from dispatcher.check.comparison import part
     from dispatcher.device import machine
     from dispatcher.problem import commandline
-    from dispatcher.timing.tuning import TuneResult, tune_operator
+    from dispatcher.timing.tuning import tune_operator
 
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise")
     bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
-    results: list[TuneResult] = []
     with progress("tuning") as advance:
-        for number, (operator, _) in enumerate(bound):
-            told = part(advance, number, len(bound))
-            results.append(tune_operator(operator, device, keep=keep, progress=told))
+        results = [
+            tune_operator(operator, device, keep=keep, progress=part(advance, number, len(bound)))
+            for number, (operator, _) in enumerate(bound)
+        ]
     if as_json:
         answer("tune", {"results": [result.as_dict() for result in results]})
     else:
@@ -584,18 +576,13 @@ def bench_command(
         places = [device]
     if not force:
         racing.refuse_when_busy()
+    names = [operator.problem.name for operator, _ in bound]
     rules = racing.Rules(seed_number, repeats, warmup=warmups, time_limit_s=limit, check=verify)
     races = []
     with progress("timing") as advance:
         for number, (operator, _) in enumerate(bound):
-            race = racing.race(
-                operator,
-                places,
-                rules,
-                against=peers,
-                options=options,
-                progress=part(advance, number, len(bound)),
-            )
+            told = part(advance, number, len(bound))
+            race = racing.race(operator, places, rules, against=peers, options=options, progress=told)
             races.append(race)
             for result in race.results:
                 note_skipped(result.skipped)
@@ -606,9 +593,7 @@ def bench_command(
     if target is not None and any(race.results for race in races):
         draw_races(races, "kernel-dispatcher, times on this machine", target)
     errors = [
-        error
-        for (operator, _), race in zip(bound, races, strict=True)
-        for error in words.complain_of_race(operator.problem.name, race)
+        error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)
     ]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]

@@ -98,13 +98,9 @@ class Explanation:
 
 def explain_choice(operator: Operator, choice: Choice) -> Explanation:
     """The explanation of ``operator`` on the device that was chosen for it."""
-    return Explanation(
-        operator,
-        choice.device,
-        choice.skipped,
-        tuple(_convolution_plan(step) for step in operator.convolutions),
-        () if choice.executable is None else tuple(choice.executable.launches),
-    )
+    launches = () if choice.executable is None else tuple(choice.executable.launches)
+    plans = tuple(_convolution_plan(step) for step in operator.convolutions)
+    return Explanation(operator, choice.device, choice.skipped, plans, launches)
 
 
 def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
@@ -118,24 +114,13 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
     groups: Counter[tuple[tuple[int, int, int], int]] = Counter()
     for (d, n_d), (h, n_h), (w, n_w) in itertools.product(*(kind.items() for kind in kinds)):
         groups[(d[1], h[1], w[1]), geometry.batch * d[0] * h[0] * w[0]] += n_d * n_h * n_w
-    return ConvolutionPlan(
-        geometry.input_shape,
-        geometry.weight_shape,
-        geometry.output_shape,
-        geometry.axes,
-        geometry.groups,
-        geometry.flops,
-        tuple(
-            PhaseGroup(
-                phases,
-                taps,
-                gemm_m,
-                geometry.out_channels // geometry.groups,
-                geometry.in_channels // geometry.groups * math.prod(taps),
-            )
-            for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
-        ),
+    in_group, out_group = geometry.in_channels // geometry.groups, geometry.out_channels // geometry.groups
+    phase_groups = tuple(
+        PhaseGroup(phases, taps, gemm_m, out_group, in_group * math.prod(taps))
+        for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
     )
+    shapes = geometry.input_shape, geometry.weight_shape, geometry.output_shape
+    return ConvolutionPlan(*shapes, geometry.axes, geometry.groups, geometry.flops, phase_groups)
 
 
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:

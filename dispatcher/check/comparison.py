@@ -184,16 +184,12 @@ class _Tally:
                 f"reference's norm, {normwise_ratio:.3g} of what is allowed; the worst, at {self.worst_index}, "
                 f"is {self.worst_value:.9g}, expected {self.worst_reference:.9g}"
             )
-        return Comparison(
+        passed, worst = (
             self.beyond == 0 and within,
-            self.max_abs_error,
-            self.max_ratio,
-            normwise,
-            normwise_ratio,
-            self.worst_index,
-            self.worst_value,
-            self.worst_reference,
-            reason,
+            (self.worst_index, self.worst_value, self.worst_reference),
+        )
+        return Comparison(
+            passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason
         )
 
 

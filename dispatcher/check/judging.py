@@ -312,17 +312,12 @@ class _ChildRun:
                 self.tensors.append(random_tensors(operator, self.seed, kind=kind))
                 for name, array in self.tensors[-1].items():
                     np.save(self.folder / f"{name}-{number}.npy", array)
+            device = self.device
             request = {
-                "module": registry.BACKENDS[self.device.backend],
-                "index": self.device.index,
-                "name": self.device.name,
-                "kernel": asdict(self.kernel),
-                "kinds": list(self.kinds),
-                "numbers": {**operator.sizes, **operator.scalars},
-                "output_shape": operator.output_shape,
-                "timing_s": TIMING_SHARE * timeout_s,
-                "repeats": repeats,
-                "warmup": warmup,
+                **{"module": registry.BACKENDS[device.backend], "index": device.index, "name": device.name},
+                **{"kernel": asdict(self.kernel), "kinds": list(self.kinds)},
+                **{"numbers": {**operator.sizes, **operator.scalars}, "output_shape": operator.output_shape},
+                **{"timing_s": TIMING_SHARE * timeout_s, "repeats": repeats, "warmup": warmup},
             }
             (self.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         except OSError as error:
@@ -361,10 +356,8 @@ class _ChildRun:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
             if stage in ("", "opening the device"):
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
-            return {
-                "outcome": "timed out" if ended.code is None else "crashed",
-                "reason": f"{how}, while {stage}",
-            }
+            outcome = "timed out" if ended.code is None else "crashed"
+            return {"outcome": outcome, "reason": f"{how}, while {stage}"}
         return self.compared(reports, progress)
 
     def failed(self, failure: Mapping[str, str], stage: str) -> dict[str, Any]:
@@ -409,13 +402,8 @@ class _ChildRun:
         if failed is not None:
             because = f"on inputs {failed.inputs!r}: {failed.reason}"
             return {"outcome": "wrong", "reason": because, "checks": tuple(checks), "build_s": build_s}
-        return {
-            "outcome": "passed",
-            "checks": tuple(checks),
-            "build_s": build_s,
-            "times_s": tuple(reports["times_s"]),
-            "kernel_s": tuple(reports["kernel_s"]),
-        }
+        times = {name: tuple(reports[name]) for name in ("times_s", "kernel_s")}
+        return {"outcome": "passed", "checks": tuple(checks), "build_s": build_s, **times}
 
 
 def _faults(before: Mapping[str, int], seen: Mapping[str, Any], found: Comparison) -> str:

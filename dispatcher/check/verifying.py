@@ -300,19 +300,11 @@ def verify(
         bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
         for loaded in (load_problem(problem) for problem in problems)
     ]
-    return verify_operators(
-        [(operator, case) for operator in operators],
-        device=device,
-        inputs=wanted,
-        seeds=numbers,
-        options=options,
-        progress=progress,
-    )
+    return verify_operators([(each, case) for each in operators], device, wanted, numbers, options, progress)
 
 
 def verify_operators(
     operators: Sequence[tuple[Operator, str | None]],
-    *,
     device: str | Device | None,
     inputs: tuple[str, ...] | None,
     seeds: Sequence[int],
@@ -467,10 +459,8 @@ def _reversed_batch(operator: Operator, tensors: Mapping[str, np.ndarray]) -> di
     if not parameter or operator.output_shape[0] < 2:
         return None
     batched = batched_tensors(operator, parameter)
-    return {
-        name: np.ascontiguousarray(array[::-1]) if name in batched else array
-        for name, array in tensors.items()
-    }
+    turned = {name: np.ascontiguousarray(tensors[name][::-1]) for name in batched}
+    return {**tensors, **turned}
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

@@ -28,8 +28,7 @@ from typing import Any
 
 from dispatcher import registry
 from dispatcher.device import selftest
-from dispatcher.device.joining import JoinedDevice, backend_of, join
-from dispatcher.device.splitting import compile_within_memory
+from dispatcher.device.splitting import JoinedDevice, backend_of, compile_within_memory, join
 from dispatcher.errors import (
     BuildError,
     DeviceError,

@@ -165,16 +165,9 @@ def bind(
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
-    return Operator(
-        problem,
-        MappingProxyType(dict(sizes)),
-        MappingProxyType(dict(scalars)),
-        dtype,
-        precision,
-        tuple(binder.pipeline.steps),
-        source,
-        MappingProxyType(shapes),
-    )
+    frozen_sizes, frozen_scalars = MappingProxyType(dict(sizes)), MappingProxyType(dict(scalars))
+    steps, frozen_shapes = tuple(binder.pipeline.steps), MappingProxyType(shapes)
+    return Operator(problem, frozen_sizes, frozen_scalars, dtype, precision, steps, source, frozen_shapes)
 
 
 class _Binder:

@@ -152,13 +152,10 @@ class _ProblemReader:
 
     def read_parameters(self, raw: Any) -> None:
         entries = self.entries(("parameters",), raw, "parameters")
-        sizes = [
-            entry["name"]
-            for entry in entries
-            if isinstance(entry, Mapping)
-            and entry.get("type") == "size_t"
-            and isinstance(entry.get("name"), str)
+        mappings = [
+            entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "size_t"
         ]
+        sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
         for index, entry in enumerate(entries):
             parameter = self.parameter(("parameters", index), entry, sizes)
             if parameter.name in self.parameters:
@@ -403,11 +400,8 @@ class _ProblemReader:
         values = {p.name: p.default for p in self.parameters.values() if p.default is not None}
         values.update(problem.cases[name])
         try:
-            bind(
-                problem,
-                {p.name: int(values[p.name]) for p in problem.sizes},
-                {p.name: float(values[p.name]) for p in problem.scalars},
-            )
+            sizes = {p.name: int(values[p.name]) for p in problem.sizes}
+            bind(problem, sizes, {p.name: float(values[p.name]) for p in problem.scalars})
         except InputError as error:
             raise self.fail(("cases", name), str(error)) from None
 
@@ -443,16 +437,8 @@ def problem_from_mapping(
     tolerance = reader.number(("tolerance",), mapping.get("tolerance", 1.0))
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
-    problem = Problem(
-        name,
-        title,
-        origin,
-        tuple(reader.parameters.values()),
-        pipeline,
-        MappingProxyType(cases),
-        tolerance,
-        path,
-    )
+    parameters, known_cases = tuple(reader.parameters.values()), MappingProxyType(cases)
+    problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path)
     for case in cases:
         reader.check_case(problem, case)
     return problem

@@ -16,9 +16,8 @@ from dispatcher import registry
 from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_results
 from dispatcher.check.verifying import checksums, compile_for
 from dispatcher.device import machine
-from dispatcher.device.joining import JoinedDevice, backend_of
 from dispatcher.device.selection import describe
-from dispatcher.device.splitting import batch_parameter, batched_tensors, with_batch
+from dispatcher.device.splitting import JoinedDevice, backend_of, batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import DispatcherError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.operator import Operator

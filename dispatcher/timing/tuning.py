@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
-from dispatcher.device.joining import JoinedDevice
 from dispatcher.device.selection import describe, first_usable, parse_request
+from dispatcher.device.splitting import JoinedDevice
 from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
