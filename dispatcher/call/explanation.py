@@ -12,6 +12,7 @@ from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import Device, PlannedLaunch, device_dict
 from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
@@ -83,16 +84,12 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, texts and numbers, ready for JSON."""
-        operator = self.operator
         return {
-            **operator_dict(operator),
+            **operator_dict(self.operator),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
             "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
-            "launches": [
-                {**vars(launch), "steps": list(launch.steps), "detail": dict(launch.detail)}
-                for launch in self.launches
-            ],
+            "launches": [picked(launch, *vars(launch)) for launch in self.launches],
         }
 
 
@@ -125,11 +122,7 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
 
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
-        "input_shape": list(plan.input_shape),
-        "weight_shape": list(plan.weight_shape),
-        "output_shape": list(plan.output_shape),
-        "groups": plan.groups,
-        "flops": plan.flops,
-        "axes": [{key: getattr(axis, key) for key in _AXIS_KEYS} for axis in plan.axes],
-        "phase_groups": [{**vars(group), "taps": list(group.taps)} for group in plan.phase_groups],
+        **picked(plan, "input_shape", "weight_shape", "output_shape", "groups", "flops"),
+        "axes": [picked(axis, *_AXIS_KEYS) for axis in plan.axes],
+        "phase_groups": [picked(group, *vars(group)) for group in plan.phase_groups],
     }

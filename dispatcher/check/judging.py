@@ -31,7 +31,7 @@ from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
-from dispatcher.problem.messages import brief
+from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.userkernel import UserKernel
 
@@ -130,28 +130,19 @@ class Judgement:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, texts and numbers; non-finite numbers stay as they are."""
+        kernel = self.kernel
         return {
             **operator_dict(self.operator),
-            "case": self.case,
-            "seed": self.seed,
+            **picked(self, "case", "seed"),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
-            "kernel": self.kernel.file,
-            "entry": self.kernel.entry,
-            "global_size": None if self.kernel.global_size is None else list(self.kernel.global_size),
-            "local_size": None if self.kernel.local_size is None else list(self.kernel.local_size),
-            "build_options": list(self.kernel.build_options),
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "log": self.log,
+            "kernel": kernel.file,
+            **picked(kernel, "entry", "global_size", "local_size", "build_options"),
+            **picked(self, "outcome", "reason", "log"),
             "checks": [
                 {**vars(each), "comparison": comparison_dict(each.comparison)} for each in self.checks
             ],
-            "build_s": self.build_s,
-            "times_s": list(self.times_s),
-            "kernel_s": list(self.kernel_s),
-            "median_s": self.median_s,
-            "gflops": self.gflops,
+            **picked(self, "build_s", "times_s", "kernel_s", "median_s", "gflops"),
         }
 
 

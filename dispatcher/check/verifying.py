@@ -31,6 +31,7 @@ from dispatcher.errors import DeviceError, InputError, KernelError, Verification
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
@@ -163,13 +164,10 @@ class Verification:
         """Plain lists, dicts, texts and numbers; non-finite numbers stay as they are."""
         return {
             **operator_dict(self.operator),
-            "case": self.case,
-            "inputs": self.inputs,
-            "seed": self.seed,
+            **picked(self, "case", "inputs", "seed"),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
-            "outcome": self.outcome,
-            "reason": self.reason,
+            **picked(self, "outcome", "reason"),
             "comparison": comparison_dict(self.comparison),
             "checks": [check.as_dict() for check in self.checks],
         }
@@ -205,9 +203,8 @@ def comparison_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     """The figures of a comparison, ready for JSON but for numbers that are not finite."""
     if comparison is None:
         return None
-    index, fields = comparison.worst_index, vars(comparison)
-    named = {"normwise_error" if name == "normwise" else name: value for name, value in fields.items()}
-    return {**named, "worst_index": None if index is None else list(index)}
+    fields = picked(comparison, *vars(comparison))
+    return {"normwise_error" if name == "normwise" else name: value for name, value in fields.items()}
 
 
 # ---- verify ------------------------------------------------------------------------------------------------

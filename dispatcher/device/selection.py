@@ -476,11 +476,8 @@ def warn_of_fallback(operator: Operator, device: Device, failure: DispatcherErro
     log = failure.log.strip() if isinstance(failure, BuildError) else ""
     if log:
         _log.info("the compiler of %s said:\n%s", device.id, log)
-    warnings.warn(
-        f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}",
-        FallbackWarning,
-        stacklevel=2,
-    )
+    text = f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}"
+    warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
 def _reasons(skipped: Sequence[tuple[str, str]]) -> str:

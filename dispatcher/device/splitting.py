@@ -65,11 +65,8 @@ def batch_parameter(operator: Operator) -> tuple[str, str]:
 
 def batched_tensors(operator: Operator, parameter: str) -> set[str]:
     """The names of the input tensors whose first axis is the batch, ``parameter``."""
-    return {
-        tensor.name
-        for tensor in operator.problem.tensors
-        if tensor.shape and str(tensor.shape[0]) == parameter
-    }
+    tensors = operator.problem.tensors
+    return {tensor.name for tensor in tensors if tensor.shape and str(tensor.shape[0]) == parameter}
 
 
 def _expressions(value: Any) -> Iterator[Expression]:
@@ -187,10 +184,8 @@ class PartwiseExecutable:
             if len(own) > 1:
                 items += f", {own[0].stop - own[0].start} at a time"
             note = f"{items} on {own[0].place}" if own[0].place else items
-            launches += [
-                replace(launch, note=f"{note}; {launch.note}" if launch.note else note)
-                for launch in executable.launches
-            ]
+            for launch in executable.launches:
+                launches.append(replace(launch, note=f"{note}; {launch.note}" if launch.note else note))
         return launches
 
     def __call__(
@@ -205,11 +200,9 @@ class PartwiseExecutable:
         def run(number: int) -> None:
             part = self._parts[number]
             starts[number] = time.perf_counter()
-            inputs = {
-                name: tensor[part.start : part.stop] if name in self._batched else tensor
-                for name, tensor in tensors.items()
-            }
-            part.executable(inputs, result[part.start : part.stop], own[number])
+            items = slice(part.start, part.stop)
+            inputs = {**tensors, **{name: tensors[name][items] for name in self._batched}}
+            part.executable(inputs, result[items], own[number])
 
         if self._side_by_side:
             from concurrent.futures import ThreadPoolExecutor

@@ -73,10 +73,8 @@ class _ProblemReader:
             if not isinstance(key, str):
                 raise self.fail(keys, f"a key is {show(key)}; expected a text")
             if key not in allowed:
-                raise self.fail(
-                    (*keys, key),
-                    f"unknown key {show(key)}; expected {name_list(allowed)}{suggest(key, allowed)}",
-                )
+                wanted = f"expected {name_list(allowed)}{suggest(key, allowed)}"
+                raise self.fail((*keys, key), f"unknown key {show(key)}; {wanted}")
         for key in required:
             if key not in value:
                 raise self.fail(keys, f"the key {key!r} is missing; add it")
@@ -101,11 +99,8 @@ class _ProblemReader:
 
     def identifier(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value) or keyword.iskeyword(value):
-            raise self.unexpected(
-                keys,
-                value,
-                "a Python identifier (letters, digits and '_', no keyword), 64 characters at most",
-            )
+            wanted = "a Python identifier (letters, digits and '_', no keyword), 64 characters at most"
+            raise self.unexpected(keys, value, wanted)
         return value
 
     def choice(self, keys: KeyPath, value: Any, choices: Collection[str]) -> str:
@@ -179,7 +174,7 @@ class _ProblemReader:
         name = self.identifier((*keys, "name"), entry["name"])
         kind = cast(ParameterType, self.choice((*keys, "type"), entry["type"], get_args(ParameterType)))
         is_tensor = kind == "tensor"
-        for key in ("const", "shape") if not is_tensor else ("default",):
+        for key in ("default",) if is_tensor else ("const", "shape"):
             if key in entry:
                 raise self.fail((*keys, key), f"{name} is a {kind}, which takes no {key!r}; remove it")
         const = entry.get("const", False)
@@ -224,11 +219,8 @@ class _ProblemReader:
             raise self.fail(keys, str(error)) from None
         for name in sorted(expression.names):
             if name not in sizes:
-                raise self.fail(
-                    keys,
-                    f"{name!r} is not a size_t parameter; expected an expression over {name_list(sizes)}"
-                    f"{suggest(name, sizes)}",
-                )
+                wanted = f"expected an expression over {name_list(sizes)}{suggest(name, sizes)}"
+                raise self.fail(keys, f"{name!r} is not a size_t parameter; {wanted}")
         self.used |= expression.names
         return expression
 
@@ -243,11 +235,9 @@ class _ProblemReader:
                 )
         for name, parameter in self.parameters.items():
             if name not in self.used and (parameter.type != "tensor" or parameter.const):
-                position = list(self.parameters).index(name)
-                raise self.fail(
-                    ("parameters", position),
-                    f"{name} is used by no step and no shape; remove it or name it in the pipeline",
-                )
+                place = ("parameters", list(self.parameters).index(name))
+                unused = f"{name} is used by no step and no shape"
+                raise self.fail(place, f"{unused}; remove it or name it in the pipeline")
         return steps
 
     def step(self, keys: KeyPath, index: int, entry: Any) -> StepSpec:
@@ -274,11 +264,9 @@ class _ProblemReader:
             name = self.choice(keys, entry["from"], tensors) if "from" in entry else tensors[0]
             shape = self.parameters[name].shape
             if shape is None or len(shape) != 5:
-                raise self.fail(
-                    keys if "from" in entry else keys[:-1],
-                    f"the pipeline's input {name} has {len(shape or ())} axes; expected 5 "
-                    "(batch, channel, depth, height, width)",
-                )
+                got = f"the pipeline's input {name} has {len(shape or ())} axes"
+                wanted = "expected 5 (batch, channel, depth, height, width)"
+                raise self.fail(keys if "from" in entry else keys[:-1], f"{got}; {wanted}")
             self.input_name = name
             self.used.add(name)
             return name if "from" in entry else None
@@ -334,11 +322,8 @@ class _ProblemReader:
         if value not in names:
             what = "a double parameter" if kind.kind == "scalar" else "a parameter or an earlier result"
             hint = self.hint(value)
-            raise self.unexpected(
-                keys,
-                value,
-                f"a number, or the name of {what} ({name_list(names)}){hint or suggest(value, names)}",
-            )
+            wanted = f"a number, or the name of {what} ({name_list(names)}){hint or suggest(value, names)}"
+            raise self.unexpected(keys, value, wanted)
         if value in self.results:
             self.read_steps.add(self.results[value])
         else:

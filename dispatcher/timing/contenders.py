@@ -143,9 +143,8 @@ class Contender:
         if not all(0.0 <= part < math.inf for part in parts):
             self.clock_note = f"the device's clock gave {parts} seconds for upload, kernel and download"
         elif sum(parts) > CLOCK_SLACK * wall_s:
-            self.clock_note = (
-                f"the device's clock gave {sum(parts):.3g} s for what took {wall_s:.3g} s on the host's"
-            )
+            took = f"{sum(parts):.3g} s for what took {wall_s:.3g} s on the host's"
+            self.clock_note = f"the device's clock gave {took}"
         self.clocks.add(timings.clock or "unknown")
         self.shared_memory = timings.shared_memory
         samples.parts.append(parts)
@@ -167,17 +166,11 @@ class Contender:
         """The fields of a :class:`dispatcher.timing.results.Measured`."""
         known = not self.clock_note
         clock = self.clocks.pop() if len(self.clocks) == 1 else "host" if self.clocks else ""
+        names = ("operator", "name", "comparison", "compile_s", "first_s", "clock_note", "shared_memory")
         return {
-            "operator": self.operator,
-            "name": self.name,
-            "comparison": self.comparison,
-            "compile_s": self.compile_s,
-            "first_s": self.first_s,
-            "warm": self.samples["warm"].condition(known),
-            "cold": self.samples["cold"].condition(known),
+            **{name: getattr(self, name) for name in names},
+            **{state: self.samples[state].condition(known) for state in STATES},
             "clock": clock if known else "",
-            "clock_note": self.clock_note,
-            "shared_memory": self.shared_memory,
         }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.device.machine import cores, last_level_cache_bytes
+from dispatcher.problem.messages import picked
 
 #: No sample is shorter than this: what the clock cannot tell from nothing is not nothing.
 CLOCK_RESOLUTION_S = max(time.get_clock_info("perf_counter").resolution, 1e-9)
@@ -78,13 +79,7 @@ class Times:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for JSON."""
-        return {
-            "median_s": self.median_s,
-            "quartiles_s": list(self.quartiles_s),
-            "min_s": self.min_s,
-            "uncertainty": self.uncertainty,
-            "seconds": list(self.seconds),
-        }
+        return picked(self, "median_s", "quartiles_s", "min_s", "uncertainty", "seconds")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
 from dispatcher.timing.rounds import Schedule, take_turns
@@ -84,17 +85,8 @@ class TuneResult:
 
     def as_dict(self) -> dict[str, Any]:
         """A dictionary for JSON."""
-        return {
-            "problem": self.problem,
-            "device": self.device,
-            "best": dict(self.best),
-            "gain": self.gain,
-            "clock": self.clock,
-            "candidates": [
-                {"options": dict(each.options), "time_s": each.time_s, "reason": each.reason}
-                for each in self.candidates
-            ],
-        }
+        found = picked(self, "problem", "device", "best", "gain", "clock")
+        return {**found, "candidates": [picked(each, *vars(each)) for each in self.candidates]}
 
 
 def tune(
