@@ -166,15 +166,8 @@ class Run:
         if busy is not None and not settings.force:
             say(f"{busy}; wait until it is quiet, or pass --force to measure all the same")
             raise SystemExit(3)
-        head = {
-            "schema": 1,
-            "program": program,
-            "date": datetime.date.today().isoformat(),
-            **environment(),
-            "clock": "time.perf_counter",
-            "foreign_cores_at_start": load,
-            "busy": busy,
-        }
+        head = {"schema": 1, "program": program, "date": datetime.date.today().isoformat(), **environment()}
+        head |= {"clock": "time.perf_counter", "foreign_cores_at_start": load, "busy": busy}
         devices, left_out = cpu_devices(settings.devices)
         for name, why in left_out.items():
             say(f"{name} is left out: {why}")
@@ -351,11 +344,8 @@ def keep(report: Mapping[str, Any], output: Path | None) -> Path:
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table."""
-    return [
-        f"| {' | '.join(titles)} |",
-        "|---" * len(titles) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    head, *body = (f"| {' | '.join(row)} |" for row in (titles, *rows))
+    return [head, "|---" * len(titles) + "|", *body]
 
 
 def drop_note(report: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> str:

@@ -172,12 +172,8 @@ def measure(variant: Variant, compiler: toolkit.Toolkit, cuobjdump: str | None) 
         match = re.search(pattern, report)
         return int(match[1]) if match else 0
 
-    return Resources(
-        number(r"Used (\d+) registers"),
-        number(r"(\d+) bytes smem"),
-        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        code,
-    )
+    spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    return Resources(number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spills, code)
 
 
 def occupancy(variant: Variant, resources: Resources) -> float:
@@ -187,12 +183,8 @@ def occupancy(variant: Variant, resources: Resources) -> float:
     registers = -(-resources.registers * 32 // 256) * 256 * warps
     reserved = RESERVED_SHARED_BYTES if variant.architecture >= 80 else 0
     shared = variant.launch.shared_bytes + resources.static_shared_bytes + reserved
-    blocks = min(
-        limits.blocks,
-        limits.warps // warps,
-        REGISTERS // max(registers, 1),
-        limits.shared_bytes // shared if shared else limits.blocks,
-    )
+    fitting = limits.shared_bytes // shared if shared else limits.blocks
+    blocks = min(limits.blocks, limits.warps // warps, REGISTERS // max(registers, 1), fitting)
     return blocks * warps / limits.warps
 
 

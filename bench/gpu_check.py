@@ -47,6 +47,7 @@ from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.device.machine import versions  # noqa: E402
 from dispatcher.device.selection import describe  # noqa: E402
 from dispatcher.interface import Timings, device_dict  # noqa: E402
+from dispatcher.problem.messages import picked  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 from dispatcher.timing.peers import torch_pipeline  # noqa: E402
 from dispatcher.timing.rounds import Schedule, take_turns  # noqa: E402
@@ -102,12 +103,8 @@ def step_tests(case: str) -> Result:
     lines = [line for line in done.stdout.strip().splitlines() if line]
     failed = [line for line in lines if line.startswith("FAILED")]
     # Without pytest-timeout, pytest ends with a warning about an unknown option and nothing worse.
-    return {
-        "passed": done.returncode == 0,
-        "summary": lines[-1:],
-        "failed": failed,
-        "tail": lines[-40:] if failed else [],
-    }
+    tail = lines[-40:] if failed else []
+    return {"passed": done.returncode == 0, "summary": lines[-1:], "failed": failed, "tail": tail}
 
 
 def step_sample(case: str) -> Result:
@@ -152,10 +149,8 @@ def step_problem(case: str, name: str) -> Result:
     else:
         result["torch"] = "not installed, or it sees no CUDA device"
         if case == "sample":  # at the large size the reference takes minutes
-            right = [
-                verify_result(operators[label.split()[0]], tensors, executable(tensors)).passed
-                for label, executable in ours.items()
-            ]
+            named = {label: operators[label.split()[0]] for label in ours}
+            right = [verify_result(named[label], tensors, run(tensors)).passed for label, run in ours.items()]
             result["check"] = {"passed": all(right)}
     result["passed"] = result.get("check", {}).get("passed", False)
     samples: dict[str, list[tuple[float, float]]] = {label: [] for label in contenders}
@@ -166,9 +161,9 @@ def step_problem(case: str, name: str) -> Result:
         timings = Timings()
         executable(there, None, timings)
         result[f"launches {label}"] = [(launch, 1e3 * seconds) for launch, seconds in timings.launches]
+        plans = executable.launches
         result[f"plan {label}"] = [
-            {"name": launch.name, "steps": launch.steps, "algorithm": launch.algorithm, **launch.detail}
-            for launch in executable.launches
+            {**picked(plan, "name", "steps", "algorithm"), **plan.detail} for plan in plans
         ]
     return result
 
@@ -184,12 +179,9 @@ def _our_call(executable: Any, there: dict[str, Any]) -> tuple[float, float]:
 
 def _summary(values: list[tuple[float, float]]) -> Result:
     kernels = Times(tuple(kernel for kernel, _ in values))
-    return {
-        "kernel_ms": kernels.median_s,
-        "quartiles_ms": list(kernels.quartiles_s),
-        "call_ms": statistics.median(call for _, call in values),
-        "samples": len(values),
-    }
+    call_ms = statistics.median(call for _, call in values)
+    found = {"kernel_ms": kernels.median_s, "quartiles_ms": list(kernels.quartiles_s)}
+    return {**found, "call_ms": call_ms, "samples": len(values)}
 
 
 def _torch() -> Any:
@@ -389,13 +381,11 @@ def summary(outcomes: Result) -> list[str]:
         times = {label: values["kernel_ms"] for label, values in outcome.get("times", {}).items()}
         for precision in ("fp32", "tf32"):
             ours = times.get(f"ours {precision}")
-            peers = {
-                label: times[label] for label in times if label.startswith("torch") and precision in label
-            }
+            peers = [label for label in times if label.startswith("torch") and precision in label]
             if ours and peers:
-                best = min(peers, key=lambda label: peers[label])
-                line = f"{peers[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {peers[best]:.3f} ms"
-                lines.append((peers[best] / ours, line))
+                best = min(peers, key=times.__getitem__)
+                line = f"{times[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {times[best]:.3f} ms"
+                lines.append((times[best] / ours, line))
     return [line for _, line in sorted(lines)]
 
 

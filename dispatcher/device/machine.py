@@ -113,10 +113,8 @@ def busy_reason(foreign_cores: float | None) -> str | None:
     allowed = max(0.5, BUSY_SHARE * cores())
     if foreign_cores is None or foreign_cores <= allowed:
         return None
-    return (
-        f"other programs keep {foreign_cores:.2g} of {cores()} cores busy, and more than {allowed:.2g} would "
-        "spoil the times"
-    )
+    busy = f"other programs keep {foreign_cores:.2g} of {cores()} cores busy"
+    return f"{busy}, and more than {allowed:.2g} would spoil the times"
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

@@ -95,10 +95,8 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 
     def set_size(name: str, argument: str, value: int) -> None:
         if sizes.setdefault(name, value) != value:
-            raise InputError(
-                f"{source[name]} and {argument} contradict each other: {name} would be {sizes[name]} "
-                f"and {value}; give one of them"
-            )
+            both = f"{name} would be {sizes[name]} and {value}"
+            raise InputError(f"{source[name]} and {argument} contradict each other: {both}; give one of them")
         source.setdefault(name, argument)
 
     for name, value in arguments.items():
@@ -156,10 +154,8 @@ def triple_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int
         size = size_value(name, value)
         return size, size, size
     if len(value) != 3:
-        raise InputError(
-            f"{name} has {len(value)} values, {brief(value)}; expected one value, or three for "
-            f"{', '.join(long_names)}"
-        )
+        wanted = f"expected one value, or three for {', '.join(long_names)}"
+        raise InputError(f"{name} has {len(value)} values, {brief(value)}; {wanted}")
     d, h, w = (size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
     return d, h, w
 
@@ -271,10 +267,8 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     values = {p.name: p.default for p in problem.parameters if p.default is not None}
     if case is not None:
         if not isinstance(case, str) or case not in problem.cases:
-            raise InputError(
-                f"{problem.name} has no case {brief(case)}; expected one of "
-                f"{', '.join(problem.cases) or '(it has none)'}"
-            )
+            known = ", ".join(problem.cases) or "(it has none)"
+            raise InputError(f"{problem.name} has no case {brief(case)}; expected one of {known}")
         values.update(problem.cases[case])
     return values
 
@@ -336,10 +330,8 @@ def infer_sizes(
     for tensor in tensors:
         axes, wanted = len(shapes[tensor.name]), len(tensor.shape or ())
         if axes != wanted:
-            raise InputError(
-                f"tensor {tensor.name} has shape {shapes[tensor.name]}, {axes} axes; "
-                f"expected {wanted}: {describe_shape(tensor)}"
-            )
+            got = f"tensor {tensor.name} has shape {shapes[tensor.name]}, {axes} axes"
+            raise InputError(f"{got}; expected {wanted}: {describe_shape(tensor)}")
     direct = {str(extent) for tensor in tensors for extent in tensor.shape or ()}
     for parameter in problem.sizes:
         name = parameter.name
@@ -439,12 +431,10 @@ def check_options(options: Any) -> None:
     Raises:
         InputError: they are not.
     """
-    if options is None:
+    if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
         return
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise InputError(
-            f"options is {brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
-        )
+    wanted = "expected a mapping of names to values, such as {'algorithm': 'direct'}"
+    raise InputError(f"options is {brief(options)}; {wanted}")
 
 
 # ---- text to numbers, for the command line -----------------------------------------------------------------

@@ -226,9 +226,8 @@ def _content(path: str | Path, name: str) -> bytes:
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except NotRegularError:
-        raise InputError(
-            f"{name} is not a regular file; save the result of `dispatcher bench --json` in one"
-        ) from None
+        advice = "save the result of `dispatcher bench --json` in one"
+        raise InputError(f"{name} is not a regular file; {advice}") from None
     except TooLargeError:
         raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}") from None
     except (OSError, ValueError) as error:  # a ValueError: a name with a NUL in it
@@ -250,9 +249,8 @@ def _check(value: Any, form: Any, where: str) -> None:
                 _check(value, other, where)
         case [each, *least]:
             if not isinstance(value, list) or len(value) < len(least):
-                raise ValueError(
-                    f"{where} is {_brief(value)}; expected a list{' of one or more' if least else ''}"
-                )
+                wanted = f"expected a list{' of one or more' if least else ''}"
+                raise ValueError(f"{where} is {_brief(value)}; {wanted}")
             for number, element in enumerate(value):
                 _check(element, each, f"{where}[{number}]")
         case _:

@@ -198,10 +198,8 @@ def tune_operator(
     """:func:`tune_problem` for an operator that is bound already."""
     chosen, _ = first_usable(parse_request(device))
     if isinstance(chosen, JoinedDevice):
-        raise InputError(
-            f"device {chosen.id} stands for several devices; tune measures one at a time: name it, such as "
-            f"{chosen.members[0].id}"
-        )
+        advice = f"tune measures one at a time: name it, such as {chosen.members[0].id}"
+        raise InputError(f"device {chosen.id} stands for several devices; {advice}")
     refusal = backend(chosen.backend).supports(operator, chosen)
     if refusal is not None:
         raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")
