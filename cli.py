@@ -83,12 +83,10 @@ DeviceOption = Annotated[
 ]
 DeviceOrAllOption = Annotated[str | None, _option("D|all", "A device, or all usable ones.")]
 BenchDeviceOption = Annotated[
-    str | None,
-    _option("D|all", f"A device, or all usable ones. {_ELSE} DISPATCHER_DEVICE, then auto."),
+    str | None, _option("D|all", f"A device, or all usable ones. {_ELSE} DISPATCHER_DEVICE, then auto.")
 ]
 CaseOption = Annotated[
-    str | None,
-    _option("C", "Named case that gives the sizes; sample if left out, where the problem has it."),
+    str | None, _option("C", "Named case that gives the sizes; sample if left out, where the problem has it.")
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -8,10 +8,9 @@ a verdict like any other. What it computes is compared in this process, whose me
 from __future__ import annotations
 
 import json
-import numbers
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.check.comparison import Comparison, part, verify_results
+from dispatcher.check.comparison import Comparison, Progress, part, verify_results
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.check.kernelfile import Sizes, as_texts, read_kernel
 from dispatcher.check.kernelrun import OUTPUT_FILE
@@ -29,9 +28,9 @@ from dispatcher.device.childprocess import LONGEST_S, Ended, run_child, unwound_
 from dispatcher.device.selection import backend_devices, candidates, first_usable, parse_request, skipped_list
 from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
 from dispatcher.interface import Device, device_dict
-from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.arguments import bind_numbers, count_value, seconds_value
 from dispatcher.problem.loader import ProblemLike, load_problem
-from dispatcher.problem.messages import brief, picked
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.userkernel import UserKernel
 
@@ -164,7 +163,7 @@ def verify_kernel(
     precision: str = "fp32",
     repeats: int = 10,
     warmup: int = 2,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     **arguments: Any,
 ) -> list[Judgement]:
     """Run a user's own kernel, compare every element of its result with the reference, and time it.
@@ -202,8 +201,8 @@ def verify_kernel(
         KernelError: something failed that is not the kernel's fault.
     """
     seed = check_seed(seed)
-    timeout_s = _check_timeout(timeout_s)
-    repeats, warmup = _check_count("repeats", repeats, 1), _check_count("warmup", warmup, 0)
+    timeout_s = seconds_value("timeout_s", timeout_s, LONGEST_S)
+    repeats, warmup = count_value("repeats", repeats, 1), count_value("warmup", warmup, 0)
     wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else as_texts("inputs", inputs))
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
@@ -222,32 +221,6 @@ def verify_kernel(
                 verdict = {"outcome": "unsupported", "reason": str(error)}
         judgements.append(Judgement(operator, source, case, seed, place, skipped, **verdict))
     return judgements
-
-
-def _check_timeout(timeout_s: Any) -> float:
-    """The seconds as a float.
-
-    Raises:
-        InputError: it is not a number, or out of range.
-    """
-    real = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if not real or not 0 < timeout_s <= LONGEST_S:
-        raise InputError(
-            f"timeout_s is {brief(timeout_s)}; expected a number of seconds above 0 and up to {LONGEST_S:.0f}"
-        )
-    return float(timeout_s)
-
-
-def _check_count(name: str, count: Any, least: int) -> int:
-    """The count as an int.
-
-    Raises:
-        InputError: it is not a whole number, or below ``least``.
-    """
-    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
-    if not whole or count < least:
-        raise InputError(f"{name} is {brief(count)}; expected a whole number of {least} or more")
-    return int(count)
 
 
 Places = list[tuple[Device, tuple[tuple[str, str], ...]]]
@@ -303,12 +276,16 @@ class _ChildRun:
                 self.tensors.append(random_tensors(operator, self.seed, kind=kind))
                 for name, array in self.tensors[-1].items():
                     np.save(self.folder / f"{name}-{number}.npy", array)
-            device = self.device
             request = {
-                **{"module": registry.BACKENDS[device.backend], "index": device.index, "name": device.name},
-                **{"kernel": asdict(self.kernel), "kinds": list(self.kinds)},
-                **{"numbers": {**operator.sizes, **operator.scalars}, "output_shape": operator.output_shape},
-                **{"timing_s": TIMING_SHARE * timeout_s, "repeats": repeats, "warmup": warmup},
+                "module": registry.BACKENDS[self.device.backend],
+                **picked(self.device, "index", "name"),
+                "kernel": asdict(self.kernel),
+                "kinds": list(self.kinds),
+                "numbers": {**operator.sizes, **operator.scalars},
+                "output_shape": operator.output_shape,
+                "timing_s": TIMING_SHARE * timeout_s,
+                "repeats": repeats,
+                "warmup": warmup,
             }
             (self.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         except OSError as error:
@@ -328,9 +305,7 @@ class _ChildRun:
         except OSError as error:
             raise KernelError(f"no process to run {self.kernel.file} in: {error}") from error
 
-    def judge(
-        self, ended: Ended, timeout_s: float, progress: Callable[[float], None] | None
-    ) -> dict[str, Any]:
+    def judge(self, ended: Ended, timeout_s: float, progress: Progress | None) -> dict[str, Any]:
         """The verdict, as fields of a :class:`Judgement`.
 
         Raises:
@@ -368,9 +343,7 @@ class _ChildRun:
             case _:
                 raise KernelError(f"{self.device.id} failed while {stage}: {message}")
 
-    def compared(
-        self, reports: Mapping[str, Any], progress: Callable[[float], None] | None
-    ) -> dict[str, Any]:
+    def compared(self, reports: Mapping[str, Any], progress: Progress | None) -> dict[str, Any]:
         """The verdict on the results that the process has left."""
         checks = []
         for number, (kind, tensors) in enumerate(zip(self.kinds, self.tensors, strict=True)):

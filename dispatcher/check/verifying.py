@@ -23,7 +23,15 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
-from dispatcher.check.comparison import Comparison, part, poisoned, refusal, verify_result, verify_results
+from dispatcher.check.comparison import (
+    Comparison,
+    Progress,
+    part,
+    poisoned,
+    refusal,
+    verify_result,
+    verify_results,
+)
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
 from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
@@ -424,11 +432,7 @@ class _Subject:
 
 
 def _check_all(
-    operator: Operator,
-    subjects: Sequence[_Subject],
-    name: str,
-    seed: int,
-    progress: Callable[[float], None] | None,
+    operator: Operator, subjects: Sequence[_Subject], name: str, seed: int, progress: Progress | None
 ) -> None:
     """Check every subject that still runs with one set of inputs, against one reference."""
     tensors = random_tensors(operator, seed, kind=name)
@@ -479,7 +483,7 @@ def compare_run(
     tensors: Mapping[str, np.ndarray],
     before: Mapping[str, int],
     result: np.ndarray,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Compare a result with the reference, and the inputs with their :func:`checksums` before the run."""
     reason = changed_inputs(before, checksums(tensors))

@@ -63,11 +63,6 @@ class SelfTest:
     reason: str = ""
     gflops: float | None = None
 
-    @property
-    def kept(self) -> bool:
-        """False for what may be fixed without a new driver, and is harmless to find out again."""
-        return self.outcome not in ("error", "wrong")
-
 
 def time_limit_s() -> float | None:
     """The time that a self-test may take, or None when self-tests are switched off.
@@ -155,7 +150,8 @@ def _known(key: str, arguments: Sequence[str], what: str, again: bool) -> SelfTe
         start = time.perf_counter()
         found, lasting = _run_child(arguments, limit_s)
         _log.info("%s: %s after %.1f s %s", what, found.outcome, time.perf_counter() - start, found.reason)
-        if lasting and found.kept:
+        # The others may be fixed without a new driver, and are harmless to find out again.
+        if lasting and found.outcome not in ("error", "wrong"):
             _cache.put(key, json.dumps(asdict(found)).encode())
     return found
 

@@ -179,6 +179,30 @@ def scalar_value(name: str, value: Any) -> float:
     return number
 
 
+def count_value(name: str, value: Any, least: int) -> int:
+    """A whole number of ``least`` or more; NumPy integers count, bool does not.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise InputError(f"{name} is {brief(value)}; expected a whole number of {least} or more")
+    return int(value)
+
+
+def seconds_value(name: str, value: Any, most: float = math.inf) -> float:
+    """A finite number above 0, up to ``most``.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" and up to {most:.0f}"
+        raise InputError(f"{name} is {brief(value)}; expected a number of seconds above 0{bound}")
+    return float(value)
+
+
 # ---- step 2: the operator ----------------------------------------------------------------------------------
 def bind_arguments(
     problem: Problem,

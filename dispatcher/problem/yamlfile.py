@@ -48,9 +48,10 @@ _WORDS: dict[str, bool | float | None] = {
 }  # fmt: skip
 
 #: What PyYAML says it was reading when something was not closed: the fault is shown where that began.
-_OPENED = tuple(
-    f"while {what}"
-    for what in ("parsing a flow sequence", "parsing a flow mapping", "scanning a quoted scalar")
+_OPENED = (
+    "while parsing a flow sequence",
+    "while parsing a flow mapping",
+    "while scanning a quoted scalar",
 )
 
 

@@ -305,7 +305,7 @@ def say_races(races: Sequence[Race]) -> None:
             "" if part is None else seconds(part.median_s)
             for part in (each.warm.upload, kernel, each.warm.download)
         ]
-        if each.shared_memory:
+        if each.shared_memory:  # nothing is uploaded or downloaded
             where = ["shared" if cell and at != 1 else cell for at, cell in enumerate(where)]
         spent = seconds(each.compile_s), seconds(each.first_s)
         parts.append((name, each.name, *spent, *where, each.clock or each.clock_note))

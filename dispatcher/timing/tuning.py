@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dispatcher.check.comparison import bounded_reference, compare
+from dispatcher.check.comparison import Progress, bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.selection import describe, first_usable, parse_request
 from dispatcher.device.splitting import JoinedDevice
@@ -96,7 +96,7 @@ def tune(
     tensors: Mapping[str, Any],
     verify: Callable[[Any], str],
     *,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     keep: bool = True,
 ) -> TuneResult:
     """Measure the backend's candidates for ``operator`` on ``device`` and keep the fastest.
@@ -161,7 +161,7 @@ def tune_problem(
     precision: str = "fp32",
     seed: int = 0,
     keep: bool = True,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     **arguments: Any,
 ) -> TuneResult:
     """Find the fastest options for a problem on a device; see :func:`tune`.
@@ -189,11 +189,7 @@ def tune_problem(
 
 
 def tune_operator(
-    operator: Operator,
-    device: str | None,
-    seed: int = 0,
-    keep: bool = True,
-    progress: Callable[[float], None] | None = None,
+    operator: Operator, device: str | None, seed: int = 0, keep: bool = True, progress: Progress | None = None
 ) -> TuneResult:
     """:func:`tune_problem` for an operator that is bound already."""
     chosen, _ = first_usable(parse_request(device))
