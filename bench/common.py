@@ -22,16 +22,23 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from dispatcher.device.machine import busy_reason, cores, foreign_load  # noqa: E402
-from dispatcher.device.splitting import batch_parameter, with_batch  # noqa: E402
-from dispatcher.interface import Device  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing.contenders import Contender, Lineup, Witness  # noqa: E402
-from dispatcher.timing.racing import environment  # noqa: E402
-from dispatcher.timing.rounds import Order, Probe, sample_beside, threshold_gflops  # noqa: E402
-from dispatcher.timing.sampling import Sample, Times, quiet_times  # noqa: E402
+import dispatcher
+from dispatcher.device.machine import busy_reason, cores, foreign_load
+from dispatcher.device.splitting import batch_parameter, with_batch
+from dispatcher.interface import Device
+from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.operator import Operator
+from dispatcher.timing.contenders import Contender, Lineup, Witness
+from dispatcher.timing.racing import environment
+from dispatcher.timing.sampling import (
+    Order,
+    Probe,
+    Sample,
+    Times,
+    quiet_times,
+    sample_beside,
+    threshold_gflops,
+)
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -268,7 +275,7 @@ def race(
         makers: name to a function that prepares the contender.
         probe: of the machine's speed.
         settings: the program's options.
-        order: see :class:`dispatcher.timing.rounds.Schedule`.
+        order: see :class:`dispatcher.timing.sampling.Schedule`.
 
     Returns:
         Why contenders failed, and of the others the samples and what is known of them. Statistics come later, since

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import bind_case, markdown, plain_parser  # noqa: E402
-from dispatcher.backends.cuda import tiles  # noqa: E402
-from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing import charts  # noqa: E402
+from bench.common import bind_case, markdown, plain_parser
+from dispatcher.backends.cuda import tiles
+from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile
+from dispatcher.problem.operator import Operator
+from dispatcher.timing import charts
 
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.

@@ -27,13 +27,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import markdown, plain_parser  # noqa: E402
-from dispatcher import load_problem, problems  # noqa: E402
-from dispatcher.backends.cuda import toolkit  # noqa: E402
-from dispatcher.backends.cuda.fusion import Target  # noqa: E402
-from dispatcher.backends.cuda.lowering import Launch, lower  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
+from bench.common import markdown, plain_parser
+from dispatcher import load_problem, problems
+from dispatcher.backends.cuda import toolkit
+from dispatcher.backends.cuda.fusion import Target
+from dispatcher.backends.cuda.lowering import Launch, lower
+from dispatcher.backends.cuda.options import Options
+from dispatcher.problem.arguments import bind_numbers
 
 
 @dataclass(frozen=True)

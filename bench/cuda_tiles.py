@@ -22,16 +22,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import bind_case, plain_parser  # noqa: E402
-from dispatcher import problems  # noqa: E402
-from dispatcher.backends.cuda import BACKEND, driver  # noqa: E402
-from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.backends.cuda.tuning import one_of_each_kind  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.errors import DeviceError  # noqa: E402
-from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
+from bench.common import bind_case, plain_parser
+from dispatcher import problems
+from dispatcher.backends.cuda import BACKEND, driver
+from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tuning import one_of_each_kind
+from dispatcher.check.inputs import random_tensors
+from dispatcher.errors import DeviceError
+from dispatcher.interface import Device, Timings
+from dispatcher.problem.operator import Operator
 
 WARM_UP, REPEATS = 1, 5
 SCHEMA = 1

@@ -40,18 +40,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import bind_case, plain_parser  # noqa: E402
-from dispatcher import problems  # noqa: E402
-from dispatcher.check.comparison import verify_result  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.machine import versions  # noqa: E402
-from dispatcher.device.selection import describe  # noqa: E402
-from dispatcher.interface import Timings, device_dict  # noqa: E402
-from dispatcher.problem.messages import picked  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing.peers import torch_pipeline  # noqa: E402
-from dispatcher.timing.rounds import Schedule, take_turns  # noqa: E402
-from dispatcher.timing.sampling import Times  # noqa: E402
+from bench.common import bind_case, plain_parser
+from dispatcher import problems
+from dispatcher.check.comparison import verify_result
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.machine import versions
+from dispatcher.device.selection import describe
+from dispatcher.interface import Timings, device_dict
+from dispatcher.problem.messages import picked
+from dispatcher.problem.operator import Operator
+from dispatcher.timing.peers import torch_pipeline
+from dispatcher.timing.sampling import Schedule, Times, take_turns
 
 Result = dict[str, Any]
 #: Milliseconds of a call's kernels, and of the whole call.

@@ -20,12 +20,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from bench import common  # noqa: E402
-from bench.common import Run, bind_case, say  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.interface import Timings  # noqa: E402
-from dispatcher.timing.rounds import sample_beside, timed  # noqa: E402
+import dispatcher
+from bench import common
+from bench.common import Run, bind_case, say
+from dispatcher.check.inputs import random_tensors
+from dispatcher.interface import Timings
+from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM = "overhead"
 REPEATS, CALLS, CLOCKED_CALLS = 15, 300, 50

@@ -24,14 +24,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common  # noqa: E402
-from bench.common import Run  # noqa: E402
-from bench.cpu_peers import conclude, contenders_of, milliseconds, race  # noqa: E402
-from dispatcher import load_problem  # noqa: E402
-from dispatcher.errors import GeometryError  # noqa: E402
-from dispatcher.problem.messages import picked  # noqa: E402
-from dispatcher.problem.operator import bind  # noqa: E402
-from dispatcher.timing.sampling import Times  # noqa: E402
+from bench import common
+from bench.common import Run
+from bench.cpu_peers import conclude, contenders_of, milliseconds, race
+from dispatcher import load_problem
+from dispatcher.errors import GeometryError
+from dispatcher.problem.messages import picked
+from dispatcher.problem.operator import bind
+from dispatcher.timing.sampling import Times
 
 PROGRAM = "sweep"
 PROBLEM = "conv-transpose-3d-asym-input-sq-kernel"

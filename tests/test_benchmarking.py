@@ -31,7 +31,7 @@ from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import load_problem
 from dispatcher.registry import backend
-from dispatcher.timing import contenders, differences, peers, racing, rounds, sampling
+from dispatcher.timing import contenders, differences, peers, racing, sampling
 from dispatcher.timing.peers import Peer, PeerCall
 from dispatcher.timing.racing import Rules
 from dispatcher.timing.results import Race
@@ -89,7 +89,7 @@ def fake(install_backends: Install) -> FakeBackend:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between contenders, and a small buffer to empty the caches with."""
-    monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
+    monkeypatch.setattr(sampling, "SETTLE_S", 0.0)
     monkeypatch.setattr(sampling, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(contenders, "host_caches", cache(sampling.HostCaches))
 
@@ -382,7 +382,7 @@ def test_no_clock_makes_an_impossible_rate(
     install_backends(Clocked())
     clock = types.SimpleNamespace(perf_counter=broken_clock(kind), sleep=time.sleep,
                                   get_clock_info=time.get_clock_info)  # fmt: skip
-    for module in (contenders, racing, rounds, sampling):
+    for module in (contenders, racing, sampling):
         monkeypatch.setattr(module, "time", clock)
     code, out, _ = bench(capsys, CONV, MAXMAX, "--repeat", "2", "--json")
     assert code == 0

@@ -23,8 +23,7 @@ from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
-from dispatcher.timing.rounds import timed
-from dispatcher.timing.sampling import Times, host_caches, seconds_since
+from dispatcher.timing.sampling import Times, host_caches, seconds_since, timed
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +62,11 @@ class Contender:
         calls: calls made until now.
         seen: digests of results that were right, or wait to be verified.
         comparison: the worst check of its results.
+        witness: looks at every result; None for no checks.
     """
 
     slack = 1.0
+    witness: Witness | None = None
 
     def __init__(self, operator: Operator, name: str, where: str, device: Device | None = None) -> None:
         self.operator, self.name, self.where, self.device = operator, name, where, device
@@ -100,22 +101,19 @@ class Contender:
     def done(self, result: np.ndarray) -> None:
         """What has to be done after a call, outside the time."""
 
-    def turn(self, witness: Witness | None) -> None:
+    def turn(self) -> None:
         """One sample of everything."""
         for state in STATES:
             samples = self.samples[state]
-            samples.wall.append(self.call(witness, state))
+            samples.wall.append(self.call(state))
             timings = Timings()
-            wall_s = self.call(witness, state, timings)
+            wall_s = self.call(state, timings)
             self._take(samples, timings, wall_s)
 
-    def call(
-        self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
-    ) -> float:
+    def call(self, state: State | None = None, timings: Timings | None = None) -> float:
         """Seconds of a call, whose result is looked at outside the time.
 
         Args:
-            witness: looks at the result.
             state: what the caches are brought into first; None leaves them alone.
             timings: filled in by the call.
         """
@@ -131,8 +129,8 @@ class Contender:
         result = self.run(timings)
         seconds = seconds_since(start)
         self.first_s = self.first_s or seconds
-        if witness is not None:
-            witness.see(self, result)
+        if self.witness is not None:
+            self.witness.see(self, result)
         self.done(result)
         return seconds
 
@@ -210,10 +208,8 @@ class OurDevice(Contender):
         result: np.ndarray = self._prepared(output=self._output, timings=timings)
         return result
 
-    def call(
-        self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
-    ) -> float:
-        seconds = super().call(witness, state, timings)
+    def call(self, state: State | None = None, timings: Timings | None = None) -> float:
+        seconds = super().call(state, timings)
         now = self._prepared.choice.device
         if now.id != self.device.id:
             if self.calls > 1:
@@ -395,13 +391,14 @@ class Lineup:
         except Exception as error:
             self._put_out(name, error, ours)
         else:
+            contender.witness = self._witness
             self.contenders.append(contender)
             self.attempt(contender, contender.call)
 
-    def attempt(self, contender: Contender, step: Callable[[Witness | None], object]) -> None:
+    def attempt(self, contender: Contender, step: Callable[[], object]) -> None:
         """Let a contender take a step; if it fails, it is out."""
         try:
-            step(self._witness)
+            step()
         except Exception as error:
             self._put_out(contender.name, error, isinstance(contender, OurDevice), contender)
         if self._witness is not None and self._witness.full:

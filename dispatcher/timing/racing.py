@@ -21,12 +21,11 @@ from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_numbers, check_options, count_value, seconds_value
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
-from dispatcher.timing import rounds
+from dispatcher.timing import sampling
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness
 from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers
 from dispatcher.timing.results import Benchmark, Race
-from dispatcher.timing.rounds import Schedule, take_turns
-from dispatcher.timing.sampling import host_caches
+from dispatcher.timing.sampling import Schedule, host_caches, take_turns
 
 #: Rounds that are made at least and at most, where the caller does not say how many.
 LEAST_ROUNDS, MOST_ROUNDS = 5, 30
@@ -72,7 +71,7 @@ class Rules:
         if self.repeats is None and limit_s is None:
             least, limit_s = LEAST_ROUNDS_OF_LONG_CALLS, TIME_LIMIT_S * max(1, contenders)
         most = MOST_ROUNDS if self.repeats is None else self.repeats
-        pause_s = rounds.SETTLE_S if contenders > 1 else 0.0
+        pause_s = sampling.SETTLE_S if contenders > 1 else 0.0
         return Schedule(most, least, limit_s, pause_s, progress=progress)
 
 
