@@ -34,8 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench.common import markdown  # noqa: E402
 from dispatcher.backends.cuda import tiles  # noqa: E402
-from dispatcher.backends.cuda.fusion import CudaFusion, Target  # noqa: E402
+from dispatcher.backends.cuda.groups import halo_tasks  # noqa: E402
 from dispatcher.backends.cuda.options import Options  # noqa: E402
+from dispatcher.backends.cuda.tasks import Setting, Target  # noqa: E402
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.loader import load_problem  # noqa: E402
@@ -75,7 +76,7 @@ def bound(name: str, precision: str) -> Operator:
 
 def task_of(operator: Operator, prologue: str) -> HaloTask:
     """What the convolution's launch has to do, with the steps before it ``fused`` or ``separate``."""
-    (task,) = CudaFusion(operator, HOPPER, Options(prologue=prologue)).tasks()
+    (task,) = halo_tasks(Setting(operator, HOPPER, Options(prologue=prologue)))
     assert task is not None
     return task
 
@@ -196,7 +197,7 @@ def expected_table(clock: float) -> list[str]:
 
 def estimated_ms(operator: Operator, clock: float) -> float:
     """Estimated time of all launches of an operator that is one convolution with what is fused around it."""
-    (task,) = CudaFusion(operator, HOPPER, Options()).tasks()
+    (task,) = halo_tasks(Setting(operator, HOPPER, Options()))
     assert task is not None
     tile = tiles.halo_tile(task)
     assert tile is not None

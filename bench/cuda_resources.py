@@ -30,9 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 from dispatcher import load_problem, problems  # noqa: E402
 from dispatcher.backends.cuda import toolkit  # noqa: E402
-from dispatcher.backends.cuda.fusion import Target  # noqa: E402
-from dispatcher.backends.cuda.lowering import Launch, lower  # noqa: E402
+from dispatcher.backends.cuda.lowering import lower  # noqa: E402
 from dispatcher.backends.cuda.options import Options  # noqa: E402
+from dispatcher.backends.cuda.program import Launch  # noqa: E402
+from dispatcher.backends.cuda.tasks import Target  # noqa: E402
 from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 
 
