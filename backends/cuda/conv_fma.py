@@ -66,7 +66,7 @@ class Fma:
         )
         draft.pointers += [
             (("x",), program.value(convolution.source)),
-            (("w",), program.pack(convolution.weight.name, tables.order, False)),
+            (("w",), program.pack(convolution, tables.order, False)),
             (("y",), Reference("value", task.last + 1)),
             (("phases",), program.table(tables.phases)),
             (("slots",), program.table(tables.slots)),
