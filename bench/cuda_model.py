@@ -33,8 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench.common import bind_case, markdown, plain_parser
 from dispatcher.backends.cuda import tiles
-from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.groups import halo_tasks
 from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tasks import Setting, Target
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile
 from dispatcher.problem.operator import Operator
 from dispatcher.timing import charts
@@ -67,7 +68,7 @@ class Sample:
 
 def task_of(operator: Operator, prologue: str) -> HaloTask:
     """What the convolution's launch has to do, with the steps before it ``fused`` or ``separate``."""
-    (task,) = CudaFusion(operator, HOPPER, Options(prologue=prologue)).tasks()
+    (task,) = halo_tasks(Setting(operator, HOPPER, Options(prologue=prologue)))
     assert task is not None
     return task
 
@@ -177,7 +178,7 @@ def expected_table(clock: float) -> list[str]:
 
 def estimated_ms(operator: Operator, clock: float) -> float:
     """Estimated time of all launches of an operator that is one convolution with what is fused around it."""
-    (task,) = CudaFusion(operator, HOPPER, Options()).tasks()
+    (task,) = halo_tasks(Setting(operator, HOPPER, Options()))
     assert task is not None
     tile = tiles.halo_tile(task)
     assert tile is not None

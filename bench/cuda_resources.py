@@ -30,9 +30,10 @@ sys.path.insert(0, str(ROOT))
 from bench.common import markdown, plain_parser
 from dispatcher import load_problem, problems
 from dispatcher.backends.cuda import toolkit
-from dispatcher.backends.cuda.fusion import Target
-from dispatcher.backends.cuda.lowering import Launch, lower
+from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.program import Launch
+from dispatcher.backends.cuda.tasks import Target
 from dispatcher.problem.arguments import bind_numbers
 
 

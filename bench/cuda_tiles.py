@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 from bench.common import bind_case, plain_parser
 from dispatcher import problems
 from dispatcher.backends.cuda import BACKEND, driver
-from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.groups import halo_tasks
 from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tasks import Setting, Target
 from dispatcher.backends.cuda.tuning import one_of_each_kind
 from dispatcher.check.inputs import random_tensors
 from dispatcher.errors import DeviceError
@@ -61,7 +62,7 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
         tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
     choice = operator.steps[0] is not operator.convolutions[0]
     for prologue in ("separate", "fused") if choice else ("separate",):
-        (task,) = CudaFusion(operator, Target.of(context), Options(prologue=prologue)).tasks()
+        (task,) = halo_tasks(Setting(operator, Target.of(context), Options(prologue=prologue)))
         if task is None:
             raise DeviceError(
                 f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time"

@@ -19,7 +19,7 @@ import pytest
 import dispatcher
 from dispatcher.backends.cuda import BACKEND, driver
 from dispatcher.backends.cuda.driver import DeviceArray
-from dispatcher.backends.cuda.fusion import _MAX_HALO_EXTENT
+from dispatcher.backends.cuda.tasks import MAX_HALO_EXTENT
 from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.device import machine as host
 from dispatcher.errors import KernelError
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
             (-1, 2, 1, 2, 2), [{"op": "add", "value": "t"}, {"op": "scale", "by": "c"}], "float16",
             t=(-1, 2, 1, 2, 2), c=(1, 2, 1, 1, 1),
         ),
-        MANY // 8, 0, ("elementwise", "elementwise"),
+        MANY // 8, 0, ("elementwise",),
     ),
     "copy with strides": Case(
         plain((-1, 2, 1, 2, 2), {"op": "relu"}), MANY // 8, 0, ("elementwise",), strided=True
@@ -352,10 +352,12 @@ FAULTS: dict[str, Fault] = {
     "pool: index": Fault("pool pairs", "pool.cu", "run<unsigned long long>", "run<unsigned>"),
     "pool: y": Fault("pool pairs", "pool.cu", "p.y[i]", "p.y[unsigned(i)]"),
     "elementwise: y": Fault("elementwise", "elementwise.cu", "p.y[i]", "p.y[unsigned(i)]"),
-    "elementwise: operands": Fault("elementwise", "elementwise.cu", "index_t x = 0, a", "unsigned x = 0, a"),
-    "elementwise: index": Fault("elementwise", "elementwise.cu", "run<unsigned long long>", "run<unsigned>"),
-    "elementwise: strides": Fault("copy with strides", "elementwise.cu", "index_t x = 0,", "unsigned x = 0,"),
-    "elementwise: copy": Fault("copy for alignment", "elementwise.cu", "index_t x = 0,", "unsigned x = 0,"),
+    "elementwise: operands": Fault("elementwise", "chain.cuh", "[at.linear()]", "[unsigned(at.linear())]"),
+    "elementwise: index": Fault(
+        "copy with strides", "chain.cuh", "decoded<unsigned long long>", "decoded<unsigned>"
+    ),
+    "elementwise: strides": Fault("copy with strides", "chain.cuh", "index_t at = 0;", "unsigned at = 0;"),
+    "elementwise: copy": Fault("copy for alignment", "chain.cuh", "index_t at = 0;", "unsigned at = 0;"),
     "rows: offset of a row": Fault("rows by block", "rows.cu", "return i *", "return unsigned(i) * unsigned"),
     "rows: place of an item": Fault(
         "rows by block, norm", "rows.cu", "const index_t at =", "const unsigned at ="
@@ -366,7 +368,7 @@ FAULTS: dict[str, Fault] = {
         "for (index_t row = blockIdx.x;",
         "for (int row = blockIdx.x;",
     ),
-    "rows: y": Fault("rows by thread, sum", "rows.cu", "p.y[row]", "p.y[unsigned(row)]"),
+    "rows: y": Fault("rows by thread, sum", "rows.cu", "p.y[at] =", "p.y[unsigned(at)] ="),
     "rows: offset in softmax": Fault(
         "rows by thread", "rows.cu", "index_t result = 0;", "unsigned result = 0;"
     ),
@@ -403,7 +405,7 @@ def test_the_longest_axes() -> None:
 
     check(Case(depth, 715827882, 2, ("conv_fma",)))
     check(Case(width, 2**31 - 1, 4, ("conv_fma",), short=400))
-    check(Case(width, _MAX_HALO_EXTENT, 4, ("conv_halo",), short=400))
+    check(Case(width, MAX_HALO_EXTENT, 4, ("conv_halo",), short=400))
 
 
 def test_more_boxes_than_a_grid_holds_take_the_general_kernel() -> None:

@@ -85,14 +85,14 @@ MUTANTS = {
     "fma one-pass variance": Mutant(
         "conv_fma.cu",
         "const COMPUTE centred = values[c * BLOCK_M] - mean;\n"
-        "        squares = multiply_add(centred, centred, squares);",
-        "const COMPUTE v = values[c * BLOCK_M];\n        squares = multiply_add(v, v, squares);\n"
-        "        squares -= mean * mean;",
+        "      squares = multiply_add(centred, centred, squares);",
+        "const COMPUTE v = values[c * BLOCK_M];\n      squares = multiply_add(v, v, squares);\n"
+        "      squares -= mean * mean;",
         "norm",
         "large_mean",
     ),
     "fma maximum from zero": Mutant(
-        "conv_fma.cu", "total = f == 0 ? value :", "total = f == 0 ? max_nan(value, COMPUTE(0)) :", "pool"
+        "conv_fma.cu", "f == 0 ? fold_lift(value) :", "f == 0 ? max_v(value, COMPUTE(0)) :", "pool"
     ),
     "fma wrong stride of the store": Mutant(
         "conv_fma.cu", "y[(first + c) * plane]", "y[(first + c) * (plane - 1)]"
@@ -137,9 +137,9 @@ MUTANTS = {
     ),
     "halo one-pass variance": Mutant(
         "conv_halo.cu",
-        "v[i] -= mean;\n    const float centred = exists(box, i, t) ? v[i] : 0.f;\n"
-        "    squares = fmaf(centred, centred, squares);",
-        "squares = fmaf(v[i], v[i], squares) - mean * mean;\n    v[i] -= mean;",
+        "v[i] -= mean;\n      const float centred = exists(box, i, t) ? v[i] : 0.f;\n"
+        "      squares = fmaf(centred, centred, squares);",
+        "squares = fmaf(v[i], v[i], squares) - mean * mean;\n      v[i] -= mean;",
         "norm",
         "large_mean",
     ),
@@ -151,8 +151,8 @@ MUTANTS = {
     ),
     "halo maximum from zero": Mutant(
         "conv_halo.cu",
-        "total = q == 0             ? acc[m][n][i]",
-        "total = q == 0             ? max_nan(acc[m][n][i], 0.f)",
+        "total = q == 0 ? fold_lift(acc[m][n][i])",
+        "total = q == 0 ? max_v(acc[m][n][i], 0.f)",
         "pool",
     ),
     "halo maximum drops NaN": Mutant(
@@ -161,7 +161,7 @@ MUTANTS = {
     "halo wrong stride of the store": Mutant(
         "conv_halo.cu", "y[0] += i == 0 ? plane", "y[0] += i == 0 ? plane - 1"
     ),
-    "halo ragged rows stored": Mutant("conv_halo.cu", "inside[f] = place.inside;", "inside[f] = true;"),
+    "halo ragged rows stored": Mutant("conv_halo.cu", "inside[f] = place.exists;", "inside[f] = true;"),
     "halo one product instead of three": Mutant(
         "conv_halo.cu", "mma_tf32(acc[m][first + e], a_small[m], b[e]);", ";"
     ),
@@ -175,12 +175,12 @@ MUTANTS = {
         "conv_halo.cu", "inside && c < IN_CHANNELS ? made : 0.f;", "made;", "pool_first"
     ),
     "prologue chain skipped": Mutant(
-        "conv_halo.cu", "return prepare<PRE_SECOND_CHAIN>(second, v, c);", "return v;", "pool_first"
+        "conv_halo.cu", "return pre_second_chain(p.operand, v, at);", "return v;", "pool_first"
     ),
     "prologue with another channel's operand": Mutant(
         "conv_halo.cu",
-        "stage_a(stages[s], channels_a(CHAIN, s), c)",
-        "stage_a(stages[s], channels_a(CHAIN, s), 0)",
+        "const VoxelAt at{0, c, {}, true};",
+        "const VoxelAt at{0, 0, {}, true};",
         "pool_first",
     ),
     "prologue window a line too far": Mutant(
@@ -190,7 +190,13 @@ MUTANTS = {
         "pool_first",
     ),
     "window summed, not averaged": Mutant(
-        "window.cuh", "maximum ? result : result / (", "true ? result : result / (", "pool_first"
+        "window.cuh",
+        "return pool_finish(result, Share",
+        "return true ? result : pool_finish(result, Share",
+        "pool_first",
+        "return pool_finish(result, Share",
+        "return true ? result : pool_finish(result, Share",
+        "pool_first",
     ),
     "window maximum from zero": Mutant(
         "window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"
@@ -243,7 +249,7 @@ MUTANTS = {
         "one_inf",
     ),
     "idle voxels stored": Mutant(
-        "conv_halo.cu", "place.inside = TILE_M == ROWS_M || voxel < TILE_M;", "place.inside = true;", "idle"
+        "conv_halo.cu", "{}, TILE_M == ROWS_M || voxel < TILE_M};", "{}, true};", "idle"
     ),
     "fma infinities meet the halo": Mutant(
         "conv_fma.cu", "if (!is_finite(value)) value", "if (false) value", "conv", "inf_weight"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dispatcher.backends.cuda import prologue, tiles
-from dispatcher.backends.cuda.fusion import Target
 from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import Options
 from dispatcher.backends.cuda.prologue import Prologue
+from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.tiles import HaloTask
 from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.problem.operator import Operator

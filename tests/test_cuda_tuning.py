@@ -17,9 +17,10 @@ import pytest
 import dispatcher
 from dispatcher import cli
 from dispatcher.backends.cuda import BACKEND, tuning
-from dispatcher.backends.cuda.fusion import CudaFusion, Target
+from dispatcher.backends.cuda.groups import halo_tasks
 from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import Options, TileChoice, parse, tile_text
+from dispatcher.backends.cuda.tasks import Setting, Target
 from dispatcher.backends.cuda.tiles import halo_tiles
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.device.filecache import cache_root
@@ -99,7 +100,7 @@ def remember(op: Operator, options: dict[str, Any] = CHOICE) -> None:
 @pytest.mark.parametrize("name", dispatcher.problems())
 def test_a_name_stands_for_one_tile_and_leads_to_it(name: str, precision: str) -> None:
     op = operator(name, "kernelbench", precision)
-    (task,) = CudaFusion(op, H100, Options()).tasks()
+    (task,) = halo_tasks(Setting(op, H100, Options()))
     assert task is not None
     every = halo_tiles(task)
     found = tuning.one_of_each_kind(task, 100)
@@ -118,7 +119,7 @@ def test_a_name_stands_for_one_tile_and_leads_to_it(name: str, precision: str) -
 def test_what_a_name_leaves_open_is_estimated() -> None:
     op = operator(LGS, "kernelbench")
     for text in ("4x4x16", "4x4x16,warp_m=1", "4x4x16,warp_m=1,paired=0"):
-        (task,) = CudaFusion(op, H100, parse({"tile": text}).options).tasks()
+        (task,) = halo_tasks(Setting(op, H100, parse({"tile": text}).options))
         assert task is not None
         best = tuning.one_of_each_kind(task, 1)[0][0]
         (launch,) = lower(op, H100, parse({"tile": text}).options).planned

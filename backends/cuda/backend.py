@@ -9,12 +9,15 @@ from typing import Any
 
 from dispatcher.backends.cuda import driver, roofline, toolkit, tuning
 from dispatcher.backends.cuda.executable import CudaExecutable
-from dispatcher.backends.cuda.fusion import Target
-from dispatcher.backends.cuda.lowering import Program, lower
+from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import parse
+from dispatcher.backends.cuda.program import Program
+from dispatcher.backends.cuda.sources import unknown
+from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, LoadedKernel, Roofline
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -62,6 +65,10 @@ class CudaBackend:
 
     def supports(self, operator: Operator, device: Device) -> str | None:
         """None when ``device`` can run ``operator``, else the reason why not."""
+        for step in operator.steps:
+            reason = _no_kernel(step)
+            if reason is not None:
+                return reason
         shapes = [*operator.tensor_shapes.values(), *(step.shape for step in operator.steps)]
         for shape in shapes:
             if any(extent > _LARGEST_EXTENT for extent in shape):
@@ -141,6 +148,19 @@ def _opened(device: Device) -> tuple[driver.Context, toolkit.Toolkit]:
     if isinstance(compiler, str):
         raise DeviceError(f"{device.id} cannot be used: {compiler}")
     return context, compiler
+
+
+def _no_kernel(step: Step) -> str | None:
+    """Why no kernel of the cuda backend can compute a step of this kind, or None."""
+    if not isinstance(step, ConvTranspose3d | Pointwise | Normalize | Softmax | Pool | Reduce):
+        return f"{step.op}: the cuda backend has no kernel for {type(step).__name__} steps"
+    if isinstance(step, Pointwise | Pool | Reduce):
+        missing = unknown(step.form)
+        if missing is not None:
+            return f"{step.op}: its form calls {missing}, which the cuda backend's kernels do not have"
+    if isinstance(step, Pool) and step.form.shifted:
+        return f"{step.op}: the cuda backend's pools do not look for the largest value of a window first"
+    return None
 
 
 def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[int, int]) -> str | None:

@@ -9,14 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dispatcher.backends.cuda.layouts import structure
 from dispatcher.backends.cuda.tiles import HaloTile, Triple
 from dispatcher.ops.geometry import AxisPhase, ConvGeometry
-
-#: ``Phase`` and ``Term`` of conv_fma.cu, ``Tap`` and ``Pass`` of conv_halo.cu.
-PHASE = np.dtype([("first", "i4"), ("count", "i4")], align=True)
-TERM = np.dtype([("delta", "i8"), ("offset", "i4", 3), ("channel", "i4")], align=True)
-TAP = np.dtype([("shared", "i4"), ("offset", "i4", 3)], align=True)
-PASS = np.dtype([("residue", "i4", (2, 3)), ("first", "i4", 2), ("steps", "i4", 2)], align=True)
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,7 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
     extents = [axis.input for axis in geometry.axes]
     kernel = [axis.kernel for axis in geometry.axes]
     channel_stride = int(np.prod(extents, dtype=np.int64))
+    phase_type, term_type = structure("conv_fma.cu", "Phase"), structure("conv_fma.cu", "Term")
     slots: list[int] = []
     used: list[list[AxisPhase]] = []
     residues: list[int] = []
@@ -57,8 +53,8 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         slots += [numbers.get(phase.residue, -1) for phase in live]
         used.append(filled)
         residues.append(len(live))
-    phases = np.zeros(int(np.prod([len(axis) for axis in used])), PHASE)
-    blocks: list[NDArray[np.void]] = [np.zeros(0, TERM)]
+    phases = np.zeros(int(np.prod([len(axis) for axis in used])), phase_type)
+    blocks: list[NDArray[np.void]] = [np.zeros(0, term_type)]
     taps: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     first = 0
     for row, combination in enumerate(itertools.product(*used)):
@@ -70,7 +66,7 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         )
         spatial = (offsets[:, 0] * extents[1] + offsets[:, 1]) * extents[2] + offsets[:, 2]
         channels = np.tile(np.arange(in_group), len(combined))
-        block = np.zeros(count, TERM)
+        block = np.zeros(count, term_type)
         block["delta"] = np.repeat(spatial, in_group) + channels * channel_stride
         block["offset"] = np.repeat(offsets, in_group, axis=0)
         block["channel"] = channels
@@ -144,8 +140,8 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
     source = np.where((channels < in_group) & (columns < out_group), source, -1)
     ahead = np.full(tile.ahead * 8 * tile.block_n, -1, np.int32)
     return HaloTables(
-        np.array(passes, PASS),
-        np.array([*program, (0, (0, 0, 0))], TAP),
+        np.array(passes, structure("conv_halo.cu", "Pass")),
+        np.array([*program, (0, (0, 0, 0))], structure("conv_halo.cu", "Tap")),
         np.concatenate([source.astype(np.int32).ravel(), ahead]),
         len(indices) * tile.slices * tile.slice_channels * tile.block_n,
     )

@@ -1,16 +1,17 @@
 """What a convolution's launch does after the sum: which steps fit, and in what form.
 
-An epilogue has four cuts: a chain of operations on each voxel's channels; a fold over the phases, where a
-pooling window is exactly the set of phases; a second chain; and an end. :func:`extend` is the single place
-that knows the rules.
+An epilogue has six cuts: a chain of operations on each voxel's channels; a fold over the phases, where a pooling
+window is exactly the set of phases; a second chain; a second pooling; a reduction of channels; and a chain on what
+these store. :func:`extend` is the single place that knows the rules.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dispatcher.backends.cuda.chains import MAX_STAGES, refuses
+from dispatcher.backends.cuda.sources import MAX_STAGES, keeps, refuses
 from dispatcher.backends.cuda.tiles import MAX_BLOCK_N
 from dispatcher.ops.steps import (
     ConvTranspose3d,
@@ -36,21 +37,27 @@ class Epilogue:
     """Steps that one convolution launch runs on its results.
 
     Attributes:
+        opened: the launch's first step; values that it makes are in no memory.
+        start: value that the convolution makes.
         first: on each voxel's channels, per phase.
         fold: the pooling over phases, or None.
+        softmax: softmax over space between the chains.
         second: on each voxel's channels, after the fold or the softmax.
         pool: a second pooling, over boxes of folded voxels, or None.
-        channel_sum: add up the channels at the end.
-        softmax: softmax over space between the chains.
+        channels: the reduction of channels, or None.
+        last: on each value that the second pooling or the reduction stores.
         bound: the clamp's upper bound, which the softmax subtracts.
     """
 
+    opened: int
+    start: int
     first: tuple[Step, ...] = ()
     fold: Pool | None = None
+    softmax: bool = False
     second: tuple[Step, ...] = ()
     pool: Pool | None = None
-    channel_sum: bool = False
-    softmax: bool = False
+    channels: Reduce | None = None
+    last: tuple[Step, ...] = ()
     bound: float = 0.0
 
     @property
@@ -58,15 +65,35 @@ class Epilogue:
         """Box of the second pooling; ones where there is none."""
         return (1, 1, 1) if self.pool is None else self.pool.window
 
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """The values that the three chains read."""
+        second = self.start + len(self.first) + (self.fold is not None or self.softmax)
+        last = second + len(self.second) + (self.pool is not None) + (self.channels is not None)
+        return self.start, second, last
 
-def _append(epilogue: Epilogue, step: Step) -> Epilogue | str:
-    behind = epilogue.fold is not None or epilogue.softmax
-    steps = epilogue.second if behind else epilogue.first
+    @property
+    def open(self) -> str:
+        """The chain that a further step joins."""
+        if self.pool is not None or self.channels is not None:
+            return "last"
+        return "second" if self.fold is not None or self.softmax else "first"
+
+
+def _append(epilogue: Epilogue, step: Step, resident: bool) -> Epilogue | str:
+    place = epilogue.open
+    steps: tuple[Step, ...] = getattr(epilogue, place)
     if len(steps) == MAX_STAGES:
         return f"a chain holds {MAX_STAGES} operations at most"
-    if behind:
-        return replace(epilogue, second=(*steps, step))
-    return replace(epilogue, first=(*steps, step))
+    start = epilogue.starts[("first", "second", "last").index(place)]
+    if isinstance(step, Pointwise):
+        reason = refuses(step, range(start, start + len(steps) + 1), epilogue.opened)
+        if reason is not None:
+            return reason
+    if not resident and keeps((*steps, step), start):
+        return f"{step.op} takes a value from before a norm, which the general kernel does not keep"
+    grown: Any = {place: (*steps, step)}
+    return replace(epilogue, **grown)
 
 
 def _whole_rows(convolution: ConvTranspose3d) -> str | None:
@@ -80,29 +107,30 @@ def _whole_rows(convolution: ConvTranspose3d) -> str | None:
 
 
 def extend(epilogue: Epilogue, convolution: ConvTranspose3d, step: Step, resident: bool) -> Epilogue | str:
-    """``epilogue`` with ``step`` behind it, or the reason why it does not fit.
+    """``epilogue`` with ``step`` after it, or the reason why it does not fit.
 
     Args:
         resident: the convolution runs in ``conv_halo.cu``, which can do a little more than ``conv_fma.cu``.
     """
-    channels = convolution.geometry.out_channels
-    if epilogue.channel_sum:
-        return "the channels are already added up"
-    if epilogue.pool is not None and not isinstance(step, Reduce):
-        return "only a sum over channels follows a second pooling"
+    if epilogue.channels is not None and not isinstance(step, Pointwise):
+        return "the channels are already reduced"
+    if epilogue.pool is not None and not isinstance(step, Reduce | Pointwise):
+        return "only a reduction of channels follows a second pooling"
     match step:
         case Pointwise():
-            return refuses(step, channels) or _append(epilogue, step)
+            return _append(epilogue, step, resident)
         case Normalize():
             if step.axes != (1,) or step.groups != 1:
                 return f"{step.op} works over more than the channels of a voxel"
-            return _whole_rows(convolution) or _append(epilogue, step)
+            return _whole_rows(convolution) or _append(epilogue, step, resident)
         case Pool():
             return _pool(epilogue, convolution, step, resident)
         case Reduce():
-            if step.function != "sum" or step.axes != (1,):
-                return f"{step.op} is not a sum over channels"
-            return _whole_rows(convolution) or replace(epilogue, channel_sum=True)
+            if step.axes != (1,) or step.form.shifted:
+                return f"{step.op} is not a plain reduction of channels"
+            if epilogue.last:
+                return "a chain after the second pooling ends the launch"
+            return _whole_rows(convolution) or replace(epilogue, channels=step)
         case Softmax():
             return _softmax(epilogue, step, resident)
     return f"{step.op} is a kernel of its own"
@@ -112,9 +140,7 @@ def _pool(epilogue: Epilogue, convolution: ConvTranspose3d, step: Pool, resident
     if epilogue.softmax:
         return "pooling does not follow a softmax in one launch"
     if epilogue.fold is not None:
-        if not resident or step.function != "max":
-            return "a second pooling window spans several blocks"
-        return replace(epilogue, pool=step)
+        return replace(epilogue, pool=step) if resident else "a second pooling window spans several blocks"
     stride = tuple(axis.stride for axis in convolution.geometry.axes)
     if step.window != stride:
         return f"its window {step.window} is not the stride {stride}"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.cuda.driver import Context, DeviceArray, device_of, interface_of
-from dispatcher.backends.cuda.lowering import Launch, PackedWeight, Program, Reference, strided_copy
+from dispatcher.backends.cuda.program import Launch, PackedWeight, Program, Reference, strided_copy
 from dispatcher.backends.cuda.toolkit import Toolkit
 from dispatcher.errors import InputError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings

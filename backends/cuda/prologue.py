@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dispatcher.backends.cuda.chains import MAX_STAGES, refuses
+from dispatcher.backends.cuda.sources import MAX_STAGES, refuses
 from dispatcher.backends.cuda.tiles import HIDDEN_READS
 from dispatcher.ops.steps import Pointwise, Pool, Step
 
@@ -57,7 +57,7 @@ def describe(steps: Sequence[Step]) -> Prologue | str:
     for step in steps:
         match step:
             case Pointwise():
-                reason = refuses(step, step.shape[1])
+                reason = refuses(step, (), 0, tensors=False)
                 if reason is not None:
                     return reason
                 (before if pool is None else behind).append(step)

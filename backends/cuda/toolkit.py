@@ -90,15 +90,17 @@ class Kernel:
     Attributes:
         file: name of a file in the kernels folder.
         defines: macro name and value, sorted.
+        operations: text of the header ``operations.cuh``, for files that include it.
     """
 
     file: str
     defines: tuple[tuple[str, str], ...]
+    operations: str = ""
 
     @staticmethod
-    def of(file: str, defines: Mapping[str, int | str]) -> Kernel:
+    def of(file: str, defines: Mapping[str, int | str], operations: str = "") -> Kernel:
         """A kernel from a mapping of defines."""
-        return Kernel(file, tuple(sorted((name, str(value)) for name, value in defines.items())))
+        return Kernel(file, tuple(sorted((name, str(value)) for name, value in defines.items())), operations)
 
     def arguments(self) -> list[str]:
         """The compiler's options for the defines."""
@@ -142,9 +144,11 @@ def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, f
 
 
 def command_line(kernel: Kernel, architecture: int, toolkit: Toolkit, output: Path) -> list[str]:
-    """How the compiler is called."""
+    """How the compiler is called; the kernel's own header is written into the folder of ``output``."""
+    (output.parent / "operations.cuh").write_text(kernel.operations, encoding="utf-8")
     return [
         *toolkit.command, "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-I", str(KERNELS),
+        "-I", str(output.parent),
         *kernel.arguments(), "-o", str(output), str(KERNELS / kernel.file),
     ]  # fmt: skip
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from dispatcher.backends.cuda import toolkit
 from dispatcher.backends.cuda.driver import Context
-from dispatcher.backends.cuda.fusion import CudaFusion, Target
-from dispatcher.backends.cuda.lowering import Program, lower
+from dispatcher.backends.cuda.groups import halo_tasks
+from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import Options, parse, tile_text
+from dispatcher.backends.cuda.program import Program
+from dispatcher.backends.cuda.tasks import Setting, Target
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, estimates
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import ConvTranspose3d, ScalarOperand, Shape, Step
@@ -62,7 +64,7 @@ def candidates(operator: Operator, target: Target) -> list[dict[str, str]]:
         for before, step in pairwise(operator.steps)
     )
     for prologue in ("fused", "separate") if ahead else ("auto",):
-        tasks = CudaFusion(operator, target, Options(prologue=prologue)).tasks()
+        tasks = halo_tasks(Setting(operator, target, Options(prologue=prologue)))
         names = [
             [] if task is None else [task.name(tile) for tile, _ in one_of_each_kind(task, TILES)]
             for task in tasks

@@ -9,10 +9,12 @@ below. Backends realise the classes; what a :class:`Pointwise`, :class:`Pool` or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
@@ -105,6 +107,13 @@ class ConvTranspose3d(Step):
         """The caller's weight tensor, or indices of it, in the contraction's order; a view where possible."""
         weight = weight.reshape(self.weight.shape)
         return weight if self.transposed else contraction_view(weight, self.geometry.groups)
+
+    def caller_order(self, order: NDArray[Any]) -> NDArray[Any]:
+        """Places in the contraction's weights as places in the caller's tensor; negative ones stay as they are."""
+        if self.transposed:
+            return order
+        places = self.contraction_weight(np.arange(math.prod(self.weight.shape), dtype=order.dtype)).ravel()
+        return np.where(order < 0, order, places[order])
 
     @property
     def operands(self) -> tuple[Operand, ...]:

@@ -1,80 +1,74 @@
-// The pointwise functions of the vocabulary, and chains of them that run on a convolution's results.
+// Chains of pointwise operations: their operands, and where these are read. The chains themselves are generated for
+// each launch from the operator table (sources.py) and included here; a kernel's header says which of them it calls.
 //
-// A chain is one number: each byte is an operation, the lowest byte first, 0 ends it. The lower 6 bits name the
-// operation; bits 6 and 7 say that its operand a or b has one value a channel. A kernel that knows the chain when it
-// is compiled unrolls it; a kernel that gets it as an argument interprets it. Operation i of a chain takes its
-// operands from stage i of the kernel's parameters.
+// A chain without norms is a function of one value,
+//     COMPUTE NAME(const Operand *operand, COMPUTE value, const At &at)
+// and `at` says where the value is: LinearAt or VoxelAt. One that may hold layer norms works on all channels of a
+// voxel that a thread holds, its team:
+//     void NAME(const Operand *operand, Team &team)
+// calls team.each(function of value, at), team.layer_norm(eps, weight, bias) and team.keep(), a copy of all values that
+// at.of(copy) reads.
+//
+// A monoid NAME has NAME_lift(x), NAME_combine(a, b), NAME_identity<T>() and NAME_finish(total, share).
 #pragma once
 #include "device.cuh"
 
-using chain_t = unsigned long long;
-
-enum Operation : int {
-  OP_END = 0,
-  OP_ADD = 1,
-  OP_SUBTRACT = 2,
-  OP_SCALE = 3,
-  OP_CLAMP = 4,
-  OP_GELU = 5,
-  OP_RELU = 6,
-  OP_LEAKY_RELU = 7,
-  OP_SIGMOID = 8,
-  OP_TANH = 9,
-  OP_SILU = 10,
-  OP_SOFTPLUS = 11,
-  OP_HARDSWISH = 12,
-  OP_LAYER_NORM = 32,  // over the channels of a voxel: not pointwise
+// What an operation takes besides its input: a number, or a tensor that broadcasts.
+struct Operand {
+  const void *data;
+  double number;
+  index_t stride[5];  // in elements; 0 along axes on which it broadcasts
 };
 
-// Operands of one operation: numbers, or pointers to one value a channel.
-// Layer norm: a is eps; weight and bias are operands a and b, where they have values.
-struct Stage {
-  const STORAGE *a_channels, *b_channels;
-  double a, b;
-};
-
-constexpr int MAX_STAGES = 8;  // in each of a kernel's two chains
-
-__host__ __device__ constexpr int chain_operation(chain_t chain, int i) {
-  return static_cast<int>(chain >> (8 * i) & 63u);
-}
-__host__ __device__ constexpr bool channels_a(chain_t chain, int i) {
-  return chain >> (8 * i + 6) & 1u;
-}
-__host__ __device__ constexpr bool channels_b(chain_t chain, int i) {
-  return chain >> (8 * i + 7) & 1u;
-}
-
-// in -> out of one operation. NaN goes through all of them.
-__device__ __forceinline__ COMPUTE pointwise(int operation, COMPUTE in, COMPUTE a, COMPUTE b) {
-  switch (operation) {
-    case OP_ADD: return in + a;
-    case OP_SUBTRACT: return in - a;
-    case OP_SCALE: return in * a;
-    case OP_CLAMP: in = in < a ? a : in; return in > b ? b : in;
-    case OP_GELU: return gelu(in);
-    case OP_RELU: return in < 0 ? COMPUTE(0) : in;
-    case OP_LEAKY_RELU: return in > 0 ? in : in * a;
-    case OP_SIGMOID: return 1 / (1 + exponential(-in));
-    case OP_TANH: return hyperbolic_tangent(in);
-    case OP_SILU: {  // with exp(-|in|), which does not overflow
-      COMPUTE e = exponential(-magnitude(in));
-      return in * ((in < 0 ? e : COMPUTE(1)) / (1 + e));
-    }
-    case OP_SOFTPLUS: return (in < 0 ? COMPUTE(0) : in) + logarithm_1p(exponential(-magnitude(in)));
-    case OP_HARDSWISH: {
-      COMPUTE gate = in + 3;
-      gate = gate < 0 ? COMPUTE(0) : gate;
-      return in * ((gate > 6 ? COMPUTE(6) : gate) / 6);
-    }
-    default: return in;
+// Element `index` of a contiguous tensor (N, C, D, H, W).
+struct LinearAt {
+  index_t index;
+  const int *extent;
+  __device__ __forceinline__ bool inside() const { return true; }
+  __device__ __forceinline__ index_t linear() const { return index; }
+  __device__ __forceinline__ int channel() const {
+    return static_cast<int>(index / (index_t(extent[2]) * extent[3] * extent[4]) % extent[1]);
   }
+  // 64-bit divisions would cost more than the memory traffic, so that indices are decoded in 32 bits where they fit.
+  template <class Index> __device__ __forceinline__ index_t decoded(const index_t *stride) const {
+    Index rest = static_cast<Index>(index);
+    index_t at = 0;
+#pragma unroll
+    for (int axis = 4; axis > 0; axis--) {
+      const Index size = static_cast<Index>(extent[axis]);
+      at += static_cast<index_t>(rest % size) * stride[axis];
+      rest /= size;
+    }
+    return at + static_cast<index_t>(rest) * stride[0];
+  }
+  __device__ __forceinline__ index_t offset(const index_t *stride) const {
+    return index < (index_t(1) << 32) ? decoded<unsigned>(stride) : decoded<unsigned long long>(stride);
+  }
+};
+
+// A voxel's value of one channel, which may not exist.
+struct VoxelAt {
+  index_t batch;
+  int c, place[3];
+  bool exists;
+  __device__ __forceinline__ bool inside() const { return exists; }
+  __device__ __forceinline__ int channel() const { return c; }
+  __device__ __forceinline__ index_t offset(const index_t *stride) const {
+    return batch * stride[0] + c * stride[1] + place[0] * stride[2] + place[1] * stride[3] + place[2] * stride[4];
+  }
+};
+
+template <class T, class At> __device__ __forceinline__ COMPUTE tensor_at(const Operand &operand, const At &at) {
+  return at.inside() ? COMPUTE(static_cast<const T *>(operand.data)[at.offset(operand.stride)]) : COMPUTE(0);
 }
 
-__device__ __forceinline__ COMPUTE stage_a(const Stage &stage, bool by_channel, int channel) {
-  return by_channel ? COMPUTE(stage.a_channels[channel]) : COMPUTE(stage.a);
-}
-
-__device__ __forceinline__ COMPUTE stage_b(const Stage &stage, bool by_channel, int channel) {
-  return by_channel ? COMPUTE(stage.b_channels[channel]) : COMPUTE(stage.b);
-}
+// The words of the generated text.
+#define VALUE COMPUTE
+#define INLINE __device__ __forceinline__
+#define C(number) COMPUTE(number)
+#define NUMBER(k) COMPUTE(operand[k].number)
+#define CHANNEL(k) COMPUTE(static_cast<const STORAGE *>(operand[k].data)[at.channel()])
+#define LINEAR(k, T) COMPUTE(static_cast<const T *>(operand[k].data)[at.linear()])
+#define TENSOR(k, T) tensor_at<T>(operand[k], at)
+#include "operations.cuh"
+#undef C

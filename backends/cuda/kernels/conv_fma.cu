@@ -16,19 +16,20 @@
 // A block owns BLOCK_M voxels x BLOCK_N channels of one phase, or of all phases where pooling folds them: it then
 // makes them one after another. A thread owns THREAD_M = 4 consecutive voxels x THREAD_N consecutive channels.
 // Results go through shared memory, where a thread owns one voxel and every SLICES-th channel; there run
-//   first chain (per voxel and phase), fold over the phases (mean or max), second chain, channel sum, store.
-// Layer norm and the channel sum need all channels of a voxel: groups = 1 and OC <= BLOCK_N.
+//   first chain (per voxel and phase), fold over the phases, second chain, channel reduction and last chain, store.
+// Layer norm and the channel reduction need all channels of a voxel: groups = 1 and OC <= BLOCK_N.
 // A sum that is not finite is made again term by term with only the inputs that exist, since 0 * inf, where 0
 // stands for an input outside the tensor, is NaN.
 //
 // Shared memory, in COMPUTE: A [BLOCK_K][BLOCK_M], B [BLOCK_K][BLOCK_N], results [BLOCK_N][BLOCK_M], the same again
 // where USE_FOLD, and one value a thread for sums over channels. Registers: 4*THREAD_N sums. Barriers: two per
-// BLOCK_K terms, and two for each sum over channels.
+// BLOCK_K terms, and two for each reduction of channels.
 //
 // FLOPs 2*M*N*K of each phase; ideal bytes x + w + y. Intensity of a block: BLOCK_M*BLOCK_N / (BLOCK_M+BLOCK_N)
 // multiply-adds a loaded value, from the L2 cache where neighbouring phases and taps meet.
 //
 // The host guarantees: extents and positions below 2^31; the tile's constraints (tiles.py); y overlaps nothing.
+// Generated: first_chain and second_chain, of a team; last_chain; the monoids fold and channel.
 #include "chain.cuh"
 
 constexpr int THREADS_M = BLOCK_M / THREAD_M;
@@ -56,12 +57,10 @@ struct ConvParams {
   const int *slots;     // residue -> slot, or -1 where it has no tap: depth, then height, then width
   const Term *terms;
   index_t voxels, tiles;
-  chain_t first_chain, second_chain;
   index_t phase_count;  // residues of all axes
   int groups, in_channels, out_channels, padded_channels, channel_tiles, term_count;
   int in[3], positions[3], out[3], stride[3], residues[3], axis_slots[3];
-  int fold_maximum, channel_sum;
-  Stage stages[2 * MAX_STAGES];
+  Operand operand[OPERANDS];
 };
 CHECK_PARAMS(ConvParams);
 
@@ -160,49 +159,68 @@ __device__ __forceinline__ void multiply(const ConvParams &p, const Phase &phase
   }
 }
 
-// The sum of one value of each of the SLICES threads that share a voxel.
-__device__ __forceinline__ COMPUTE sum_over_slices(COMPUTE value, COMPUTE *partial) {
+// The combination of one value of each of the SLICES threads that share a voxel.
+template <class Join>
+__device__ __forceinline__ COMPUTE over_slices(COMPUTE value, COMPUTE *partial, Join join) {
   const int voxel = threadIdx.x % BLOCK_M;
   partial[threadIdx.x] = value;
   __syncthreads();
-  COMPUTE total = 0;
+  COMPUTE total = partial[voxel];
 #pragma unroll
-  for (int slice = 0; slice < SLICES; slice++) total += partial[slice * BLOCK_M + voxel];
+  for (int slice = 1; slice < SLICES; slice++) total = join(total, partial[slice * BLOCK_M + voxel]);
   __syncthreads();
   return total;
 }
 
-// Run a chain on this thread's channels of its voxel: values[c * BLOCK_M], c = slice, slice + SLICES, ...
-__device__ __forceinline__ void run_chain(chain_t chain, const Stage *stages, COMPUTE *values, int channels,
-                                          int first_channel, COMPUTE *partial) {
-  const int slice = threadIdx.x / BLOCK_M;
-  for (int i = 0; i < MAX_STAGES; i++) {
-    const int operation = chain_operation(chain, i);
-    if (operation == OP_END) return;
-    const Stage &stage = stages[i];
-    const bool by_a = channels_a(chain, i), by_b = channels_b(chain, i);
-    if (operation == OP_LAYER_NORM) {
-      COMPUTE total = 0, squares = 0;
-      for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
-      const COMPUTE mean = sum_over_slices(total, partial) / channels;
-      for (int c = slice; c < channels; c += SLICES) {
-        const COMPUTE centred = values[c * BLOCK_M] - mean;
-        squares = multiply_add(centred, centred, squares);
-      }
-      const COMPUTE deviation = square_root(sum_over_slices(squares, partial) / channels + COMPUTE(stage.a));
-      for (int c = slice; c < channels; c += SLICES) {
-        COMPUTE value = (values[c * BLOCK_M] - mean) / deviation;
-        if (by_a) value *= COMPUTE(stage.a_channels[first_channel + c]);
-        if (by_b) value += COMPUTE(stage.b_channels[first_channel + c]);
-        values[c * BLOCK_M] = value;
-      }
-    } else {
-      for (int c = slice; c < channels; c += SLICES)
-        values[c * BLOCK_M] = pointwise(operation, values[c * BLOCK_M], stage_a(stage, by_a, first_channel + c),
-                                        stage_b(stage, by_b, first_channel + c));
+__device__ __forceinline__ COMPUTE sum_over_slices(COMPUTE value, COMPUTE *partial) {
+  return over_slices(value, partial, [](COMPUTE a, COMPUTE b) { return a + b; });
+}
+
+// Where the values of this thread's voxel are in the output; `whole`: its phases are folded.
+__device__ __forceinline__ VoxelAt place_at(const ConvParams &p, const Voxel &v, const int (&residue)[3], bool whole) {
+  VoxelAt at{v.batch, 0, {}, v.inside};
+#pragma unroll
+  for (int axis = 0; axis < 3; axis++) {
+    const index_t place = whole ? index_t(v.m[axis]) : index_t(v.m[axis]) * p.stride[axis] + residue[axis];
+    at.exists = at.exists && (place < p.out[axis] || (USE_FOLD && !whole));
+    at.place[axis] = static_cast<int>(place);
+  }
+  return at;
+}
+
+// This thread's channels of its voxel: values[c * BLOCK_M], c = slice, slice + SLICES, ...
+struct Team {
+  COMPUTE *values;
+  int channels, first_channel;
+  COMPUTE *partial;
+  VoxelAt at;
+
+  template <class Function> __device__ __forceinline__ void each(Function function) {
+    for (int c = threadIdx.x / BLOCK_M; c < channels; c += SLICES) {
+      at.c = first_channel + c;
+      values[c * BLOCK_M] = function(values[c * BLOCK_M], at);
     }
   }
-}
+
+  __device__ __forceinline__ void layer_norm(COMPUTE eps, const void *weight, const void *bias) {
+    const int slice = threadIdx.x / BLOCK_M;
+    const STORAGE *factors = static_cast<const STORAGE *>(weight), *terms = static_cast<const STORAGE *>(bias);
+    COMPUTE total = 0, squares = 0;
+    for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
+    const COMPUTE mean = sum_over_slices(total, partial) / channels;
+    for (int c = slice; c < channels; c += SLICES) {
+      const COMPUTE centred = values[c * BLOCK_M] - mean;
+      squares = multiply_add(centred, centred, squares);
+    }
+    const COMPUTE deviation = sqrt_v(sum_over_slices(squares, partial) / channels + eps);
+    for (int c = slice; c < channels; c += SLICES) {
+      COMPUTE value = (values[c * BLOCK_M] - mean) / deviation;
+      if (factors) value *= COMPUTE(factors[first_channel + c]);
+      if (terms) value += COMPUTE(terms[first_channel + c]);
+      values[c * BLOCK_M] = value;
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams p) {
   extern __shared__ __align__(16) COMPUTE shared[];
@@ -247,37 +265,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams 
         if (!is_finite(value)) value = exact_sum(p, phase, v, w + c);
         if (p.bias) value += COMPUTE(p.bias[first_channel + c]);
       }
-      run_chain(p.first_chain, p.stages, results + own, channels, first_channel, partial);
+      Team team{results + own, channels, first_channel, partial, place_at(p, v, residue, false)};
+      first_chain(p.operand, team);
       if (USE_FOLD) {
         for (int c = slice; c < channels; c += SLICES) {
           const COMPUTE value = results[c * BLOCK_M + own];
           COMPUTE &total = folded[c * BLOCK_M + own];
-          total = f == 0 ? value : p.fold_maximum ? max_nan(total, value) : total + value;
+          total = f == 0 ? fold_lift(value) : fold_combine(total, fold_lift(value));
         }
         __syncthreads();
       }
     }
     COMPUTE *values = (USE_FOLD ? folded : results) + own;
+    VoxelAt at = place_at(p, v, residue, USE_FOLD);
     if (USE_FOLD) {
-      if (!p.fold_maximum)
-        for (int c = slice; c < channels; c += SLICES) values[c * BLOCK_M] /= COMPUTE(p.phase_count);
-      run_chain(p.second_chain, p.stages + MAX_STAGES, values, channels, first_channel, partial);
-    }
-    index_t at[3];
-    bool inside = v.inside;
-#pragma unroll
-    for (int axis = 0; axis < 3; axis++) {
-      at[axis] = USE_FOLD ? index_t(v.m[axis]) : index_t(v.m[axis]) * p.stride[axis] + residue[axis];
-      inside = inside && at[axis] < p.out[axis];
+      for (int c = slice; c < channels; c += SLICES)
+        values[c * BLOCK_M] = fold_finish(values[c * BLOCK_M], Share<COMPUTE>{COMPUTE(p.phase_count)});
+      Team team{values, channels, first_channel, partial, at};
+      second_chain(p.operand, team);
     }
     const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
-    OUTPUT *y = p.y + (at[0] * p.out[1] + at[1]) * p.out[2] + at[2];
-    if (p.channel_sum) {
-      COMPUTE total = 0;
-      for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
-      total = sum_over_slices(total, partial);
-      if (inside && slice == 0) y[v.batch * plane] = OUTPUT(total);
-    } else if (inside) {
+    OUTPUT *y = p.y + (index_t(at.place[0]) * p.out[1] + at.place[1]) * p.out[2] + at.place[2];
+    if (CHANNEL_REDUCE) {
+      COMPUTE total = channel_identity<COMPUTE>();
+      for (int c = slice; c < channels; c += SLICES) total = channel_combine(total, channel_lift(values[c * BLOCK_M]));
+      total = over_slices(total, partial, [](COMPUTE a, COMPUTE b) { return channel_combine(a, b); });
+      total = channel_finish(total, Share<COMPUTE>{COMPUTE(channels)});
+      at.c = 0;
+      if (at.exists && slice == 0) y[v.batch * plane] = OUTPUT(last_chain(p.operand, total, at));
+    } else if (at.exists) {
       const index_t first = v.batch * p.out_channels * p.groups + first_channel;
       for (int c = slice; c < channels; c += SLICES) y[(first + c) * plane] = OUTPUT(values[c * BLOCK_M]);
     }

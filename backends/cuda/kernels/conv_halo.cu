@@ -30,14 +30,14 @@
 // not finite is made again by fused multiply-add with only the inputs that exist: splitting turns inf into NaN, and so
 // does 0 * inf where 0 stands for an input outside the tensor.
 //
-// Prologue, while the box is loaded: PRE_FIRST_CHAIN on each element, the mean or maximum of each window,
-// PRE_SECOND_CHAIN. Blocks repeat it for their halos. The first pass of a softmax keeps the inputs that it made (KEEP_X,
+// Prologue, while the box is loaded: pre_first_chain on each element, the pool of each window,
+// pre_second_chain. Blocks repeat it for their halos. The first pass of a softmax keeps the inputs that it made (KEEP_X,
 // each block those of its own voxels), and the second pass reads them.
 //
-// Epilogue, in registers: FIRST_CHAIN on each voxel's channels; FOLD over all phases (mean or max) or not;
-// SECOND_CHAIN; then one of
-//   - store, or CHANNEL_SUM: the sum over channels
-//   - maxima of POOL_Z x POOL_Y x POOL_X boxes of folded voxels, summed over channels where CHANNEL_SUM
+// Epilogue, in registers: first_chain on each voxel's channels; FOLD over all phases or not; second_chain; then one of
+//   - store, or CHANNEL_REDUCE: the reduction over channels
+//   - pools of POOL_Z x POOL_Y x POOL_X boxes of folded voxels, reduced over channels where CHANNEL_REDUCE
+//     (last_chain is applied to what either of them stores)
 //   - the two passes of a softmax over space whose argument a clamp bounds: SOFTMAX_SUM adds up exp(v - bound) of
 //     its voxels per channel; SOFTMAX_SCALE, a second launch, makes the convolution again, which is cheaper than
 //     storing and reading exponentials, and divides.
@@ -56,14 +56,13 @@
 // The host guarantees: the tile's constraints (tiles.py); x 16-byte aligned where USE_VECTOR_X; ASYNC_X only for float without
 // a prologue; the
 // program one step and the packed weights AHEAD times 8 channels longer than what is used, since both are read ahead;
-// y aligned for pairs and OW even where pair_stores; fewer than 2^31 blocks; layer norm and sums over channels only
+// y aligned for pairs and OW even where pair_stores; fewer than 2^31 blocks; layer norm and reductions of channels only
 // where GROUPS = 1 and OC <= BLOCK_N; POOL boxes do not cross tiles.
+// Generated: pre_first_chain, pre_second_chain, last_chain; first_chain and second_chain, of a team; the monoids pool,
+// fold, box and channel.
 #include "chain.cuh"
 #include "window.cuh"
 
-#define FOLD_NONE 0
-#define FOLD_MEAN 1
-#define FOLD_MAX 2
 #define SOFTMAX_NONE 0
 #define SOFTMAX_SUM 1
 #define SOFTMAX_SCALE 2
@@ -97,12 +96,12 @@ constexpr int TILE_FLOATS = X_FLOATS > STAGE_FLOATS ? X_FLOATS : STAGE_FLOATS;
 constexpr int SUM_FLOATS = SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N
                            : SOFTMAX == SOFTMAX_SCALE ? THREADS + 2 * BLOCK_N
                                                       : 0;
-constexpr int FOLD_FLOATS = FOLD != FOLD_NONE && FOLD_SHARED ? WARP_M * NT * 4 * THREADS : 0;
+constexpr int FOLD_FLOATS = FOLD && FOLD_SHARED ? WARP_M * NT * 4 * THREADS : 0;
 static_assert(TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0 && SLICE_CHANNELS % BLOCK_K == 0
                   && THREADS <= 1024,
               "tile");
 static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
-static_assert(!PAIRED || FOLD == FOLD_NONE, "folded phases are not stored");
+static_assert(!PAIRED || !FOLD, "folded phases are not stored");
 
 struct Tap {
   int shared;     // offset of its x in the tile
@@ -130,7 +129,7 @@ struct HaloParams {
       tiles[3];  // out: as stored; limit: outputs of the convolution, or folded voxels
   int pair_stores;
   float softmax_bound;
-  Stage stages[4 * MAX_STAGES];  // of the epilogue's two chains, then of the prologue's
+  Operand operand[OPERANDS];
 };
 CHECK_PARAMS(HaloParams);
 
@@ -177,19 +176,6 @@ __device__ __forceinline__ void clear(Rows &rows) {
 }
 
 // ---- x into shared memory --------------------------------------------------------------------------------
-// Run a chain of the prologue on a value of channel c.
-template <chain_t CHAIN>
-__device__ __forceinline__ float prepare(const Stage *stages, float v, int c) {
-#pragma unroll
-  for (int s = 0; s < MAX_STAGES; s++) {
-    const int operation = chain_operation(CHAIN, s);
-    if (operation == OP_END) break;
-    v = pointwise(operation, v, stage_a(stages[s], channels_a(CHAIN, s), c),
-                  stage_b(stages[s], channels_b(CHAIN, s), c));
-  }
-  return v;
-}
-
 // Where the window of an input starts.
 __device__ __forceinline__ const INPUT *corner_of(const HaloParams &p, index_t batch, int c, int z, int y,
                                                   int x) {
@@ -201,14 +187,14 @@ __device__ __forceinline__ const INPUT *corner_of(const HaloParams &p, index_t b
 
 // The input of channel c that is made from a window.
 __device__ __forceinline__ float input_from(const HaloParams &p, const INPUT *corner, int c) {
-  const Stage *first = p.stages + 2 * MAX_STAGES, *second = first + MAX_STAGES;
-  const auto change = [=](float v) { return prepare<PRE_FIRST_CHAIN>(first, v, c); };
+  const VoxelAt at{0, c, {}, true};  // operands of the prologue vary along channels at most
+  const auto change = [&](float v) { return pre_first_chain(p.operand, v, at); };
   float v;
   if constexpr (PRE_VOLUME == 1)
     v = change(float(*corner));
   else
-    v = pool_window<PRE_VECTOR>(corner, PRE_Z, PRE_Y, PRE_X, p.source[1], p.source[2], PRE_MAXIMUM, change);
-  return prepare<PRE_SECOND_CHAIN>(second, v, c);
+    v = pool_window<PRE_VECTOR>(corner, PRE_Z, PRE_Y, PRE_X, p.source[1], p.source[2], change);
+  return pre_second_chain(p.operand, v, at);
 }
 
 #if !ASYNC_X
@@ -501,78 +487,94 @@ __device__ __forceinline__ void complete(const HaloParams &p, const Box &box, in
 #endif
 }
 
-__device__ __forceinline__ void layer_norm(const Box &box, const Stage &stage, bool weight, bool bias,
-                                           float (&v)[2 * NT], int t) {
-  float total = 0.f, squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? v[i] : 0.f;
-  const float mean = sum_over_quad(total) * (1.f / OUT_CHANNELS);
-#pragma unroll
-  for (int i = 0; i < 2 * NT; i++) {
-    v[i] -= mean;
-    const float centred = exists(box, i, t) ? v[i] : 0.f;
-    squares = fmaf(centred, centred, squares);
-  }
-  const float factor = rsqrtf(fmaf(sum_over_quad(squares), 1.f / OUT_CHANNELS, float(stage.a)));
-#pragma unroll
-  for (int i = 0; i < 2 * NT; i++) {
-    v[i] *= factor;
-    if (weight && exists(box, i, t)) v[i] *= float(stage.a_channels[channel_of(i, t)]);
-    if (bias && exists(box, i, t)) v[i] += float(stage.b_channels[channel_of(i, t)]);
-  }
-}
-
-template <chain_t CHAIN>
-__device__ __forceinline__ void run_chain(const Box &box, const Stage *stages, Rows &rows, int t) {
-  if constexpr (CHAIN != 0) {
-#pragma unroll
-    for (int m = 0; m < WARP_M; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float v[2 * NT];
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++) v[i] = rows[m][i / 2][2 * h + i % 2];
-#pragma unroll
-        for (int s = 0; s < MAX_STAGES; s++) {
-          const int operation = chain_operation(CHAIN, s);
-          if (operation == OP_END) break;
-          const bool by_a = channels_a(CHAIN, s), by_b = channels_b(CHAIN, s);
-          if (operation == OP_LAYER_NORM) {
-            layer_norm(box, stages[s], by_a, by_b, v, t);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 2 * NT; i++) {
-              const int c = box.channel + (exists(box, i, t) ? channel_of(i, t) : 0);
-              v[i] = pointwise(operation, v[i], stage_a(stages[s], by_a, c), stage_b(stages[s], by_b, c));
-            }
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < 2 * NT; i++) rows[m][i / 2][2 * h + i % 2] = v[i];
-      }
-  }
-}
-
-// ---- results to memory ------------------------------------------------------------------------------------
-struct Place {  // an output position: of voxel m in a phase, or of a folded voxel
-  int at[3];
-  bool inside;
-};
-
-__device__ __forceinline__ Place place_of(const HaloParams &p, const Box &box, int voxel,
-                                          const int (&residue)[3]) {
+// The output position of voxel `voxel` in a phase, or of a folded voxel; `whole`: what is asked for is folded.
+__device__ __forceinline__ VoxelAt place_of(const HaloParams &p, const Box &box, int voxel,
+                                            const int (&residue)[3], bool whole = FOLD) {
   const int m[3] = {box.m[0] + voxel / (TILE_X * TILE_Y), box.m[1] + voxel / TILE_X % TILE_Y,
                     box.m[2] + voxel % TILE_X};
-  Place place;
-  place.inside = TILE_M == ROWS_M || voxel < TILE_M;
+  VoxelAt place{box.batch, 0, {}, TILE_M == ROWS_M || voxel < TILE_M};
 #pragma unroll
   for (int axis = 0; axis < 3; axis++) {
-    place.at[axis] = FOLD == FOLD_NONE ? m[axis] * p.stride[axis] + residue[axis] : m[axis];
-    place.inside = place.inside && place.at[axis] < p.limit[axis];
+    place.place[axis] = whole ? m[axis] : m[axis] * p.stride[axis] + residue[axis];
+    place.exists = place.exists && (FOLD ? m[axis] : place.place[axis]) < p.limit[axis];
   }
   return place;
 }
 
+struct Kept {  // a lane's values of one voxel at an earlier time
+  float v[2 * NT];
+};
+
+struct ChannelAt : VoxelAt {
+  int number;  // of the lane's channels
+  __device__ __forceinline__ float of(const Kept &kept) const { return kept.v[number]; }
+};
+
+// The channels of one voxel that a lane holds; its quad holds all of them.
+struct Team {
+  const Box &box;
+  VoxelAt at;
+  int t;
+  float (&v)[2 * NT];
+
+  template <class Function> __device__ __forceinline__ void each(Function function) {
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      ChannelAt here{at, i};
+      here.c = box.channel + (exists(box, i, t) ? channel_of(i, t) : 0);
+      here.exists = at.exists && exists(box, i, t);
+      v[i] = function(v[i], here);
+    }
+  }
+
+  __device__ __forceinline__ Kept keep() const {
+    Kept kept;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) kept.v[i] = v[i];
+    return kept;
+  }
+
+  __device__ __forceinline__ void layer_norm(float eps, const void *weight, const void *bias) {
+    const STORAGE *factors = static_cast<const STORAGE *>(weight), *terms = static_cast<const STORAGE *>(bias);
+    float total = 0.f, squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? v[i] : 0.f;
+    const float mean = sum_over_quad(total) * (1.f / OUT_CHANNELS);
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      v[i] -= mean;
+      const float centred = exists(box, i, t) ? v[i] : 0.f;
+      squares = fmaf(centred, centred, squares);
+    }
+    const float factor = rsqrtf(fmaf(sum_over_quad(squares), 1.f / OUT_CHANNELS, eps));
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) {
+      v[i] *= factor;
+      if (factors && exists(box, i, t)) v[i] *= float(factors[channel_of(i, t)]);
+      if (terms && exists(box, i, t)) v[i] += float(terms[channel_of(i, t)]);
+    }
+  }
+};
+
+// Run a chain, which `chain` calls, on all of a warp's voxels of a phase, or on folded ones.
+template <class Chain>
+__device__ __forceinline__ void run_chain(const HaloParams &p, const Box &box, const int (&residue)[3], bool whole,
+                                          Rows &rows, int first_voxel, int g, int t, Chain chain) {
+#pragma unroll
+  for (int m = 0; m < WARP_M; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float v[2 * NT];
+#pragma unroll
+      for (int i = 0; i < 2 * NT; i++) v[i] = rows[m][i / 2][2 * h + i % 2];
+      Team team{box, place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue, whole), t, v};
+      chain(team);
+#pragma unroll
+      for (int i = 0; i < 2 * NT; i++) rows[m][i / 2][2 * h + i % 2] = v[i];
+    }
+}
+
+// ---- results to memory ------------------------------------------------------------------------------------
 __device__ __forceinline__ index_t element(const HaloParams &p, const int (&at)[3]) {
   return (index_t(at[0]) * p.out[1] + at[1]) * p.out[2] + at[2];
 }
@@ -589,9 +591,9 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
       bool inside[PHASES];
 #pragma unroll
       for (int f = 0; f < PHASES; f++) {
-        const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[f]);
-        inside[f] = place.inside;
-        y[f] = p.y + (box.batch * ALL_OUT + box.channel + 2 * t) * plane + element(p, place.at);
+        const VoxelAt place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, pass.residue[f]);
+        inside[f] = place.exists;
+        y[f] = p.y + (box.batch * ALL_OUT + box.channel + 2 * t) * plane + element(p, place.place);
       }
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -615,29 +617,41 @@ __device__ __forceinline__ void store(const HaloParams &p, const Box &box, const
     }
 }
 
-// Sum over channels, from registers.
-__device__ __forceinline__ void store_channel_sum(const HaloParams &p, const Box &box,
-                                                  const int (&residue)[3], const Rows &rows, int first_voxel,
-                                                  int g, int t) {
+// Reduction of channels, from registers.
+__device__ __forceinline__ void store_channels(const HaloParams &p, const Box &box, const int (&residue)[3],
+                                               const Rows &rows, int first_voxel, int g, int t) {
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float total = 0.f;
+      float total = channel_identity<float>();
 #pragma unroll
-      for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? rows[m][i / 2][2 * h + i % 2] : 0.f;
-      total = sum_over_quad(total);
-      const Place place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue);
-      if (place.inside && t == 0) p.y[box.batch * plane + element(p, place.at)] = OUTPUT(total);
+      for (int i = 0; i < 2 * NT; i++)
+        if (exists(box, i, t)) total = channel_combine(total, channel_lift(rows[m][i / 2][2 * h + i % 2]));
+      total = channel_combine(total, __shfl_xor_sync(~0u, total, 1));
+      total = channel_combine(total, __shfl_xor_sync(~0u, total, 2));
+      const VoxelAt place = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue);
+      total = channel_finish(total, Share<float>{OUT_CHANNELS});
+      if (place.exists && t == 0)
+        p.y[box.batch * plane + element(p, place.place)] = OUTPUT(last_chain(p.operand, total, place));
     }
 }
 
-// Maxima of POOL boxes of folded voxels; summed over channels where CHANNEL_SUM.
+// The position of pooled output o of a box, and whether it exists.
+constexpr int POOLED_X = TILE_X / POOL_X, POOLED_Y = TILE_Y / POOL_Y, POOLED = POOLED_X * POOLED_Y * (TILE_Z / POOL_Z);
+__device__ __forceinline__ bool pooled_place(const HaloParams &p, const Box &box, int o, int (&at)[3]) {
+  at[0] = box.m[0] / POOL_Z + o / (POOLED_X * POOLED_Y);
+  at[1] = box.m[1] / POOL_Y + o / POOLED_X % POOLED_Y;
+  at[2] = box.m[2] / POOL_X + o % POOLED_X;
+  return o < POOLED && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2];
+}
+
+// Pools of POOL boxes of folded voxels; reduced over channels where CHANNEL_REDUCE.
 __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box, const Rows &rows,
                                              float *staging, int first_voxel, int g, int t) {
-  constexpr int PX = TILE_X / POOL_X, PY = TILE_Y / POOL_Y, PZ = TILE_Z / POOL_Z, OUTPUTS = PX * PY * PZ;
-  constexpr int EACH = (8 * OUTPUTS + THREADS - 1) / THREADS;
+  constexpr int PX = POOLED_X, PY = POOLED_Y;
+  constexpr int EACH = (8 * POOLED + THREADS - 1) / THREADS;
   const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
   float total[EACH];
 #pragma unroll
@@ -652,38 +666,40 @@ __device__ __forceinline__ void store_pooled(const HaloParams &p, const Box &box
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int item = threadIdx.x + j * THREADS, c = item % 8, o = item / 8;
-      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
-                         box.m[2] / POOL_X + o % PX};
-      const bool inside =
-          o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2] && n * 8 + c < box.channels;
-      float best = 0.f;
-      if (inside) {
+      VoxelAt at{box.batch, CHANNEL_REDUCE ? 0 : box.channel + n * 8 + c, {}, false};
+      at.exists = pooled_place(p, box, o, at.place) && n * 8 + c < box.channels;
+      float best = channel_identity<float>();
+      if (at.exists) {
         const float *corner = staging + c * STAGE_PITCH
                               + (o / (PX * PY) * POOL_Z * TILE_Y + o / PX % PY * POOL_Y) * TILE_X
                               + o % PX * POOL_X;
-        best = corner[0];
+        best = box_lift(corner[0]);
 #pragma unroll
         for (int e = 1; e < POOL_VOLUME; e++)
-          best = max_nan(
-              best, corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X + e % POOL_X]);
-        if (!CHANNEL_SUM)
-          p.y[(box.batch * ALL_OUT + box.channel + n * 8 + c) * plane + element(p, at)] = OUTPUT(best);
+          best = box_combine(best, box_lift(corner[(e / (POOL_X * POOL_Y) * TILE_Y + e / POOL_X % POOL_Y) * TILE_X
+                                                   + e % POOL_X]));
+        best = box_finish(best, Share<float>{POOL_VOLUME});
+        if (CHANNEL_REDUCE)
+          best = channel_lift(best);
+        else
+          p.y[(box.batch * ALL_OUT + at.c) * plane + element(p, at.place)] = OUTPUT(last_chain(p.operand, best, at));
       }
-      total[j] = n == 0 ? best : total[j] + best;
+      total[j] = n == 0 ? best : channel_combine(total[j], best);
     }
   }
-  if constexpr (CHANNEL_SUM) {
+  if constexpr (CHANNEL_REDUCE) {
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-      float sum = total[j];  // eight lanes hold the eight channels of a column block
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      sum += __shfl_xor_sync(~0u, sum, 4);
-      const int item = threadIdx.x + j * THREADS, o = item / 8;
-      const int at[3] = {box.m[0] / POOL_Z + o / (PX * PY), box.m[1] / POOL_Y + o / PX % PY,
-                         box.m[2] / POOL_X + o % PX};
-      if (item % 8 == 0 && o < OUTPUTS && at[0] < p.out[0] && at[1] < p.out[1] && at[2] < p.out[2])
-        p.y[box.batch * plane + element(p, at)] = OUTPUT(sum);
+      float all = total[j];  // eight lanes hold the eight channels of a column block
+      all = channel_combine(all, __shfl_xor_sync(~0u, all, 1));
+      all = channel_combine(all, __shfl_xor_sync(~0u, all, 2));
+      all = channel_combine(all, __shfl_xor_sync(~0u, all, 4));
+      all = channel_finish(all, Share<float>{OUT_CHANNELS});
+      const int item = threadIdx.x + j * THREADS;
+      VoxelAt at{box.batch, 0, {}, false};
+      at.exists = pooled_place(p, box, item / 8, at.place);
+      if (item % 8 == 0 && at.exists)
+        p.y[box.batch * plane + element(p, at.place)] = OUTPUT(last_chain(p.operand, all, at));
     }
   }
 }
@@ -706,7 +722,7 @@ __device__ __forceinline__ void add_exponentials(const HaloParams &p, const Box 
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const bool inside = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue).inside;
+      const bool inside = place_of(p, box, first_voxel + m * 16 + h * 8 + g, residue).exists;
 #pragma unroll
       for (int i = 0; i < 2 * NT; i++) sums[i] += inside ? rows[m][i / 2][2 * h + i % 2] : 0.f;
     }
@@ -782,7 +798,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const float *a_lane = x_tile + t * PITCH_C;
   const float *b_lane = p.w + box.tile * p.tile_weights + lane * 4;
   Rows rows[PHASES];  // what is stored
-#if FOLD != FOLD_NONE
+#if FOLD
   Rows acc;
   float *fold = softmax + SUM_FLOATS + threadIdx.x;  // where FOLD_SHARED: value i of this thread at i * THREADS
 #else
@@ -813,7 +829,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         accumulate(a_lane, voxel, program + first, steps, b_lane + k8 * SLAB, lane, acc);
       }
       complete(p, box, first, steps, acc, first_voxel, g, t);
-      run_chain<FIRST_CHAIN>(box, p.stages, acc, t);
+      run_chain(p, box, pass.residue[f], false, acc, first_voxel, g, t,
+                [&](Team &team) { first_chain(p.operand, team); });
       if constexpr (SOFTMAX != SOFTMAX_NONE) exponentials(p, acc);
       if constexpr (SOFTMAX == SOFTMAX_SUM)
         add_exponentials(p, box, pass.residue[f], acc, sums, first_voxel, g);
@@ -824,9 +841,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
           for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[m][n][i] *= softmax[n * 8 + 2 * t + (i & 1)];
-        run_chain<SECOND_CHAIN>(box, p.stages + MAX_STAGES, acc, t);
+        run_chain(p, box, pass.residue[f], false, acc, first_voxel, g, t,
+                  [&](Team &team) { second_chain(p.operand, team); });
       }
-#if FOLD != FOLD_NONE
+#if FOLD
 #pragma unroll
       for (int m = 0; m < WARP_M; m++)
 #pragma unroll
@@ -834,12 +852,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             float &total = FOLD_SHARED ? fold[((m * NT + n) * 4 + i) * THREADS] : rows[0][m][n][i];
-            total = q == 0             ? acc[m][n][i]
-                    : FOLD == FOLD_MAX ? max_nan(total, acc[m][n][i])
-                                       : total + acc[m][n][i];
+            total = q == 0 ? fold_lift(acc[m][n][i]) : fold_combine(total, fold_lift(acc[m][n][i]));
           }
-#elif CHANNEL_SUM && SOFTMAX != SOFTMAX_SUM
-      store_channel_sum(p, box, pass.residue[f], acc, first_voxel, g, t);
+#elif CHANNEL_REDUCE && SOFTMAX != SOFTMAX_SUM
+      store_channels(p, box, pass.residue[f], acc, first_voxel, g, t);
 #elif PAIRED && SOFTMAX != SOFTMAX_SUM
       if (f == 0) {
 #pragma unroll
@@ -851,11 +867,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       }
 #endif
     }
-#if FOLD == FOLD_NONE && !CHANNEL_SUM && SOFTMAX != SOFTMAX_SUM
+#if !FOLD && !CHANNEL_REDUCE && SOFTMAX != SOFTMAX_SUM
     store(p, box, pass, rows, first_voxel, g, t);
 #endif
   }
-#if FOLD != FOLD_NONE
+#if FOLD
 #pragma unroll
   for (int m = 0; m < WARP_M; m++)
 #pragma unroll
@@ -864,13 +880,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       for (int i = 0; i < 4; i++) {
         float &total = rows[0][m][n][i];
         if (FOLD_SHARED) total = fold[((m * NT + n) * 4 + i) * THREADS];
-        if (FOLD == FOLD_MEAN) total *= 1.f / float(p.pass_count);
+        total = fold_finish(total, 1.f / float(p.pass_count));
       }
-  run_chain<SECOND_CHAIN>(box, p.stages + MAX_STAGES, rows[0], t);
+  run_chain(p, box, p.passes[0].residue[0], true, rows[0], first_voxel, g, t,
+            [&](Team &team) { second_chain(p.operand, team); });
 #if POOL_X * POOL_Y * POOL_Z > 1
   store_pooled(p, box, rows[0], shared, first_voxel, g, t);
-#elif CHANNEL_SUM
-  store_channel_sum(p, box, p.passes[0].residue[0], rows[0], first_voxel, g, t);
+#elif CHANNEL_REDUCE
+  store_channels(p, box, p.passes[0].residue[0], rows[0], first_voxel, g, t);
 #else
   store(p, box, p.passes[0], rows, first_voxel, g, t);
 #endif

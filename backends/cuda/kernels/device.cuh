@@ -29,10 +29,25 @@ __device__ __forceinline__ bool is_finite(double v) {
   return v - v == 0.;
 }
 
-// The larger one; NaN wins, which fmax would drop.
-template <class T> __device__ __forceinline__ T max_nan(T a, T b) {
+// The names of the dialect in which operations are written (dispatcher/ops/forms.py), for both precisions.
+// The larger and the smaller one; NaN wins, which fmax would drop.
+template <class T> __device__ __forceinline__ T max_v(T a, T b) {
   return b > a || b != b ? b : a;
 }
+template <class T> __device__ __forceinline__ T min_v(T a, T b) {
+  return b < a || b != b ? b : a;
+}
+#define DIALECT(name, function)                                                  \
+  __device__ __forceinline__ float name(float v) { return function##f(v); }     \
+  __device__ __forceinline__ double name(double v) { return function(v); }
+DIALECT(exp_v, exp)
+DIALECT(expm1_v, expm1)
+DIALECT(log_v, log)
+DIALECT(log1p_v, log1p)
+DIALECT(tanh_v, tanh)
+DIALECT(abs_v, fabs)
+DIALECT(sqrt_v, sqrt)
+#undef DIALECT
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) {
   return fmaf(a, b, c);
@@ -40,45 +55,18 @@ __device__ __forceinline__ float multiply_add(float a, float b, float c) {
 __device__ __forceinline__ double multiply_add(double a, double b, double c) {
   return fma(a, b, c);
 }
-__device__ __forceinline__ float exponential(float v) {
-  return expf(v);
-}
-__device__ __forceinline__ double exponential(double v) {
-  return exp(v);
-}
-__device__ __forceinline__ float logarithm(float v) {
-  return logf(v);
-}
-__device__ __forceinline__ double logarithm(double v) {
-  return log(v);
-}
-__device__ __forceinline__ float logarithm_1p(float v) {
-  return log1pf(v);
-}
-__device__ __forceinline__ double logarithm_1p(double v) {
-  return log1p(v);
-}
-__device__ __forceinline__ float hyperbolic_tangent(float v) {
-  return tanhf(v);
-}
-__device__ __forceinline__ double hyperbolic_tangent(double v) {
-  return tanh(v);
-}
-__device__ __forceinline__ float magnitude(float v) {
-  return fabsf(v);
-}
-__device__ __forceinline__ double magnitude(double v) {
-  return fabs(v);
-}
-__device__ __forceinline__ float square_root(float v) {
-  return sqrtf(v);
-}
-__device__ __forceinline__ double square_root(double v) {
-  return sqrt(v);
+
+// One over a number of values, for means: a product with it is one division, which rounds once.
+template <class T> struct Share {
+  T count;
+  __device__ __forceinline__ operator T() const { return T(1) / count; }
+};
+template <class T> __device__ __forceinline__ T operator*(T total, Share<T> share) {
+  return total / share.count;
 }
 
 // x/2 * (1 + erf(x/sqrt(2))), with the limits 0 and +inf at the ends.
-__device__ __forceinline__ double gelu(double x) {
+__device__ __forceinline__ double gelu_v(double x) {
   return x < -40. ? 0. : .5 * x * erfc(-x * .70710678118654752440);
 }
 
@@ -105,7 +93,7 @@ __device__ __forceinline__ float fast_exp2(float x) {
 // The same in float, as max(x, 0) - |x| exp(-x^2/2) Q(t), t = 1 / (1 + 0.29 |x|), where Q(t) stands for
 // exp(x^2/2) erfc(|x|/sqrt(2)) / 2: a minimax polynomial for |x| <= 9, fitted to 1.5e-8. Relative error measured in
 // float32: 4e-7 for x > -1, 2e-6 down to -6.
-__device__ __forceinline__ float gelu(float x) {
+__device__ __forceinline__ float gelu_v(float x) {
   const float size = fminf(fabsf(x), 20.f);  // infinity times zero would be NaN; a NaN of x comes back below
   const float t = fast_reciprocal(fmaf(size, .29f, 1.f));
   const float bell = fast_exp2(x * x * -.72134752044448170368f);

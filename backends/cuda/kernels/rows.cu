@@ -1,7 +1,8 @@
-// Steps that look at many values at once: normalise, softmax and reductions, over any set of axes.
-//   FUNCTION_NORMALIZE   y = (x - mean) / sqrt(variance + eps) * weight[channel] + bias[channel], biased variance
-//   FUNCTION_SOFTMAX     y = exp(x - max) / sum(exp(x - max))
-//   FUNCTION_SUM, _MEAN, _MAX, _LOG_SUM_EXP   y[row] = that of the row's items
+// Steps that look at many values at once, over any set of axes, then a chain.
+//   NORMALIZE   y = (x - mean) / sqrt(variance + eps) * weight[channel] + bias[channel], biased variance
+//   SOFTMAX     y = exp(x - max) / sum(exp(x - max))
+//   REDUCE      y[row] = finish(combination of the lifted items of the row); with ROW_SHIFTED the largest item is
+//               subtracted first and added last, unless it is infinite
 //
 // Layouts: x and y contiguous, INPUT and OUTPUT; y is shaped like x, or holds one value a row in order.
 // Index maps: the host splits the axes of x in kept ones, whose combinations are the rows, and others, whose
@@ -17,7 +18,12 @@
 // Bytes: two or three reads of x (small rows come from the cache), one write of y.
 //
 // The host guarantees: blockDim.x a power of two, at most 256; items >= 1.
+// Generated: the monoid row; last_chain.
 #include "chain.cuh"
+
+#define NORMALIZE 0
+#define SOFTMAX 1
+#define REDUCE 2
 
 struct Axes {
   index_t extent[6], stride[6];
@@ -31,19 +37,11 @@ struct RowsParams {
   Axes row, item;
   index_t rows, items;
   index_t channel_stride;
-  double eps;
-  int channels, function;
+  double eps, count;  // count: values that a row stands for
+  int channels, extent[5];  // extent: of y
+  Operand operand[OPERANDS];
 };
 CHECK_PARAMS(RowsParams);
-
-enum Function : int {
-  FUNCTION_NORMALIZE = 0,
-  FUNCTION_SOFTMAX = 1,
-  FUNCTION_SUM = 2,
-  FUNCTION_MEAN = 3,
-  FUNCTION_MAX = 4,
-  FUNCTION_LOG_SUM_EXP = 5,
-};
 
 __device__ __forceinline__ index_t offset(const Axes &axes, index_t i) {
   if (axes.rank == 1) return i * axes.stride[0];
@@ -78,59 +76,64 @@ struct ThreadTeam {
   template <class Join> __device__ double join(double value, Join) const { return value; }
 };
 
+template <class Team, class Map, class Join>
+__device__ __forceinline__ double combined(const RowsParams &p, const INPUT *x, Team team, double total, Map map,
+                                           Join join) {
+  for (index_t i = team.first(); i < p.items; i += team.step())
+    total = join(total, double(map(COMPUTE(x[offset(p.item, i)]))));
+  return team.join(total, join);
+}
+
 template <class Team, class Map>
 __device__ __forceinline__ double sum(const RowsParams &p, const INPUT *x, Team team, Map map) {
-  double total = 0;
-  for (index_t i = team.first(); i < p.items; i += team.step())
-    total += double(map(COMPUTE(x[offset(p.item, i)])));
-  return team.join(total, [](double a, double b) { return a + b; });
+  return combined(p, x, team, 0., map, [](double a, double b) { return a + b; });
 }
 
 template <class Team>
 __device__ __forceinline__ COMPUTE maximum(const RowsParams &p, const INPUT *x, Team team) {
-  COMPUTE best = COMPUTE(x[0]);
-  for (index_t i = team.first(); i < p.items; i += team.step())
-    best = max_nan(best, COMPUTE(x[offset(p.item, i)]));
-  return COMPUTE(team.join(double(best), [](double a, double b) { return max_nan(a, b); }));
+  return COMPUTE(combined(p, x, team, double(-INFINITY), [](COMPUTE v) { return v; },
+                          [](double a, double b) { return max_v(a, b); }));
+}
+
+__device__ __forceinline__ void store(const RowsParams &p, index_t at, COMPUTE value) {
+  p.y[at] = OUTPUT(last_chain(p.operand, value, LinearAt{at, p.extent}));
 }
 
 template <class Team> __device__ __forceinline__ void run(const RowsParams &p, index_t row, Team team) {
   const index_t start = offset(p.row, row);
   const INPUT *x = p.x + start;
-  if (p.function == FUNCTION_NORMALIZE) {
-    const double mean = sum(p, x, team, [](COMPUTE v) { return v; }) / double(p.items);
-    const double variance =
-        sum(p, x, team, [=](COMPUTE v) { return (double(v) - mean) * (double(v) - mean); }) / double(p.items);
-    const double factor = 1. / sqrt(variance + p.eps);
-    for (index_t i = team.first(); i < p.items; i += team.step()) {
-      const index_t at = start + offset(p.item, i);
-      const int channel = static_cast<int>(at / p.channel_stride % p.channels);
-      COMPUTE value = COMPUTE((double(COMPUTE(p.x[at])) - mean) * factor);
-      if (p.weight) value *= COMPUTE(p.weight[channel]);
-      if (p.bias) value += COMPUTE(p.bias[channel]);
-      p.y[at] = OUTPUT(value);
-    }
-  } else if (p.function == FUNCTION_SOFTMAX) {
-    const COMPUTE top = maximum(p, x, team);
-    const double total = sum(p, x, team, [=](COMPUTE v) { return exponential(v - top); });
-    for (index_t i = team.first(); i < p.items; i += team.step()) {
-      const index_t at = start + offset(p.item, i);
-      p.y[at] = OUTPUT(COMPUTE(double(exponential(COMPUTE(p.x[at]) - top)) / total));
-    }
-  } else {
-    COMPUTE result;
-    if (p.function == FUNCTION_MAX) {
-      result = maximum(p, x, team);
-    } else if (p.function == FUNCTION_LOG_SUM_EXP) {
-      COMPUTE top = maximum(p, x, team);
-      if (!is_finite(top)) top = 0;
-      result = COMPUTE(log(sum(p, x, team, [=](COMPUTE v) { return exponential(v - top); }))) + top;
-    } else {
-      double total = sum(p, x, team, [](COMPUTE v) { return v; });
-      result = COMPUTE(p.function == FUNCTION_MEAN ? total / double(p.items) : total);
-    }
-    if (team.first() == 0) p.y[row] = OUTPUT(result);
+#if FUNCTION == NORMALIZE
+  const double mean = sum(p, x, team, [](COMPUTE v) { return v; }) / double(p.items);
+  const double variance =
+      sum(p, x, team, [=](COMPUTE v) { return (double(v) - mean) * (double(v) - mean); }) / double(p.items);
+  const double factor = 1. / sqrt(variance + p.eps);
+  for (index_t i = team.first(); i < p.items; i += team.step()) {
+    const index_t at = start + offset(p.item, i);
+    const int channel = static_cast<int>(at / p.channel_stride % p.channels);
+    COMPUTE value = COMPUTE((double(COMPUTE(p.x[at])) - mean) * factor);
+    if (p.weight) value *= COMPUTE(p.weight[channel]);
+    if (p.bias) value += COMPUTE(p.bias[channel]);
+    store(p, at, value);
   }
+#elif FUNCTION == SOFTMAX
+  const COMPUTE top = maximum(p, x, team);
+  const double total = sum(p, x, team, [=](COMPUTE v) { return exp_v(v - top); });
+  for (index_t i = team.first(); i < p.items; i += team.step()) {
+    const index_t at = start + offset(p.item, i);
+    store(p, at, COMPUTE(double(exp_v(COMPUTE(p.x[at]) - top)) / total));
+  }
+#else
+  COMPUTE top = 0;
+  if constexpr (ROW_SHIFTED) {
+    top = maximum(p, x, team);
+    if (!is_finite(top)) top = 0;
+  }
+  const double total = combined(p, x, team, row_identity<double>(), [=](COMPUTE v) { return row_lift(v - top); },
+                                [](double a, double b) { return row_combine(a, b); });
+  COMPUTE result = COMPUTE(row_finish(total, Share<double>{p.count}));
+  if constexpr (ROW_SHIFTED) result += top;
+  if (team.first() == 0) store(p, row, result);
+#endif
 }
 
 extern "C" __global__ void rows_by_block(const RowsParams p) {
