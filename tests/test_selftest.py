@@ -252,7 +252,7 @@ def test_devices_of_a_class_are_ranked_by_speed(
     install_backends(gpus, cpus)
     outcomes.update({"cuda:0": SelfTest("ok", "", 5.0), "cuda:1": SelfTest("ok", "", 7.0)})
     outcomes.update({"opencl:1": SelfTest("ok", "", 900.0), "opencl:2": SelfTest("ok", "", 1000.0)})
-    order = [candidate.label for candidate in selection.candidates(selection.parse_request("auto"))]
+    order = [label for label, _ in selection.candidates(selection.parse_request("auto"))]
     assert order == ["cuda:1", "cuda:0", "opencl:2", "opencl:1", "opencl:0", "numpy"]
     assert dispatcher.compile(CONV, device="cuda", case="sample").device.id == "cuda:0"
 
