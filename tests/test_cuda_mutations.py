@@ -190,7 +190,10 @@ MUTANTS = {
         "pool_first",
     ),
     "window summed, not averaged": Mutant(
-        "window.cuh", "return pool_finish(result, Share", "return true ? result : pool_finish(result, Share", "pool_first"
+        "window.cuh",
+        "return pool_finish(result, Share",
+        "return true ? result : pool_finish(result, Share",
+        "pool_first",
     ),
     "window maximum from zero": Mutant(
         "window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"
