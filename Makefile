@@ -1,5 +1,6 @@
 # make run     install with an OpenCL runtime for the CPU, run one problem, check it against NumPy
 # make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
+# make quick   install the same, and run in less than a minute those of them that need few kernels
 # make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
@@ -22,7 +23,12 @@ ON_CUDA := DISPATCHER_CUDA_SIM=1 DISPATCHER_TEST_REQUIRE=cuda
 # Three GPUs: without tensor cores for TF32, with little and with much shared memory; sums are cut as real ones cut them.
 THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISPATCHER_CUDA_SIM_MMA=rz
 
-.PHONY: run test check bench clean
+# Without compilers: files, arguments, devices, the reference. With them: three problems on OpenCL and two on CUDA.
+QUICK := api arguments expressions filecache groups imports loader numpy_ref problem_files selection signatures
+QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
+QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
+
+.PHONY: run test quick check bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -30,7 +36,12 @@ run: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
-	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py -k cuda
+	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
+
+quick: $(DEV_STAMP)
+	DISPATCHER_TEST_EXAMPLES=0.1 $(BIN)/python -m pytest $(PYTEST) $(QUICK:%=tests/test_%.py)
+	DISPATCHER_TEST_REQUIRE=opencl $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py -k '$(QUICK_OPENCL)'
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cuda_problems.py -k '$(QUICK_CUDA)'
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

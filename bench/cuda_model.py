@@ -32,28 +32,22 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.common import markdown  # noqa: E402
 from dispatcher.backends.cuda import tiles  # noqa: E402
 from dispatcher.backends.cuda.groups import halo_tasks  # noqa: E402
 from dispatcher.backends.cuda.options import Options  # noqa: E402
 from dispatcher.backends.cuda.tasks import Setting, Target  # noqa: E402
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.loader import load_problem  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.timing import charts  # noqa: E402
 
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.
 HOPPER = Target(90, 227 << 10, 132)
-FITTED = (
-    "product_cycles",
-    "epilogue_cycles",
-    "store_cycles",
-    "half_sectors",
-    "load_cycles",
-    "latency_cycles",
-    "wanted_registers",
-    "shortage",
-)
+FITTED = ("product_cycles", "epilogue_cycles", "store_cycles", "half_sectors", "load_cycles", "latency_cycles",
+          "wanted_registers", "shortage")  # fmt: skip
 #: KernelBench's published times on an H100, PyTorch 2.5 with TF32, in ms: eager and torch.compile.
 PUBLISHED = {
     "conv-transpose3d-layernorm-gelu-scaling": (10.0, 2.35),
@@ -77,9 +71,7 @@ class Sample:
 
 def bound(name: str, precision: str) -> Operator:
     """A problem at its `kernelbench` size."""
-    problem = load_problem(name)
-    arguments = sort_arguments(problem, {})
-    return bind_arguments(problem, arguments, case="kernelbench", dtype="float32", precision=precision)
+    return bind_numbers(load_problem(name), {}, "time", case="kernelbench", precision=precision)
 
 
 def task_of(operator: Operator, prologue: str) -> HaloTask:
@@ -166,9 +158,7 @@ def fit(found: list[Sample]) -> dict[str, float]:
 
 def short(name: str) -> str:
     """A problem's name as the tables have it."""
-    return (
-        name.removeprefix("conv-transpose3d-").removeprefix("conv-transpose-3d-").removesuffix("-sq-kernel")
-    )
+    return charts.short(name).removesuffix("-sq-kernel")
 
 
 def floor_ms(operator: Operator, report: Mapping[str, Any]) -> float:
@@ -180,34 +170,27 @@ def floor_ms(operator: Operator, report: Mapping[str, Any]) -> float:
 
 def measured_table(report: Mapping[str, Any]) -> list[str]:
     """The fastest times beside PyTorch's."""
-    lines = [
-        "| problem | fp32 | PyTorch | ratio | floor | tf32 | PyTorch | ratio | floor |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in PUBLISHED:
         cells = [short(name)]
         for precision in ("fp32", "tf32"):
-            rows = [r for r in report["rows"] if (r["problem"], r["precision"]) == (name, precision)]
-            best = min(row["median_ms"] for row in rows)
+            found = [r for r in report["rows"] if (r["problem"], r["precision"]) == (name, precision)]
+            best = min(row["median_ms"] for row in found)
             peer = report["torch_eager"][name][precision]["median_ms"]
             floor = floor_ms(bound(name, precision), report)
             cells += [f"{best:.2f}", f"{peer:#.3g}", f"{peer / best:.1f}", f"{floor:#.2g}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(cells)
+    titles = ("PyTorch", "ratio", "floor")
+    return markdown(("problem", "fp32", *titles, "tf32", *titles), rows)
 
 
 def expected_table(clock: float) -> list[str]:
     """Estimates for an H100."""
-    lines = [
-        "| problem | estimated fp32 | estimated tf32 | PyTorch eager | torch.compile |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for name, published in PUBLISHED.items():
-        cells = [short(name)]
-        for precision in ("fp32", "tf32"):
-            cells.append(f"{estimated_ms(bound(name, precision), clock):.1f}")
-        lines.append("| " + " | ".join([*cells, *(f"{ms:#.3g}" for ms in published)]) + " |")
-    return lines
+        estimates = (estimated_ms(bound(name, precision), clock) for precision in ("fp32", "tf32"))
+        rows.append([short(name), *(f"{ms:.1f}" for ms in estimates), *(f"{ms:#.3g}" for ms in published)])
+    return markdown(("problem", "estimated fp32", "estimated tf32", "PyTorch eager", "torch.compile"), rows)
 
 
 def estimated_ms(operator: Operator, clock: float) -> float:

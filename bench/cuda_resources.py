@@ -34,7 +34,7 @@ from dispatcher.backends.cuda.lowering import lower  # noqa: E402
 from dispatcher.backends.cuda.options import Options  # noqa: E402
 from dispatcher.backends.cuda.program import Launch  # noqa: E402
 from dispatcher.backends.cuda.tasks import Target  # noqa: E402
-from dispatcher.problem.operator import Operator, bind  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,6 @@ class Resources:
     code: Code | None
 
 
-def operator_of(name: str, case: str, dtype: str, precision: str) -> Operator:
-    """A problem bound to the sizes of a case."""
-    problem = load_problem(name)
-    values = problem.cases[case]
-    sizes = {p.name: int(values.get(p.name, p.default or 0)) for p in problem.sizes}
-    scalars = {p.name: float(values.get(p.name, p.default or 0)) for p in problem.scalars}
-    return bind(problem, sizes, scalars, dtype=dtype, precision=precision)
-
-
 def variants(architecture: int) -> list[Variant]:
     """Kernels of the five problems, each once."""
     limits = ARCHITECTURES[architecture]
@@ -126,11 +117,11 @@ def variants(architecture: int) -> list[Variant]:
     runs += [("sample", "float16", "fp32"), ("sample", "float64", "fp32")]
     found: dict[toolkit.Kernel, Variant] = {}
     for case, dtype, precision in runs:
-        for problem in problems():
-            name = problem if isinstance(problem, str) else problem.name
-            program = lower(operator_of(name, case, dtype, precision), target, Options())
-            launches = [*program.launches, *(packed.launch for packed in program.packed)]
-            for launch in launches:
+        for name in problems():
+            problem = load_problem(name)
+            operator = bind_numbers(problem, {}, "compile", case=case, dtype=dtype, precision=precision)
+            program = lower(operator, target, Options())
+            for launch in [*program.launches, *(packed.launch for packed in program.packed)]:
                 label = f"{launch.name}, {name}" if launch.name.startswith("conv") else launch.name
                 label += f", {dtype if dtype != 'float32' else precision}"
                 found.setdefault(launch.kernel, Variant(architecture, label, launch))

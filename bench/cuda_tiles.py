@@ -32,7 +32,7 @@ from dispatcher.backends.cuda.tuning import one_of_each_kind  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.errors import DeviceError  # noqa: E402
 from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.arguments import bind_arguments, sort_arguments  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
 from dispatcher.problem.loader import load_problem  # noqa: E402
 from dispatcher.problem.operator import Operator  # noqa: E402
 
@@ -58,16 +58,12 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
     """One row for each tile of a problem; twice where steps before the convolution may be fused or separate."""
     from pycuda import gpuarray
 
-    problem = load_problem(name)
-    operator = bind_arguments(
-        problem, sort_arguments(problem, {}), case=case, dtype="float32", precision=precision
-    )
+    operator = bind_numbers(load_problem(name), {}, "time", case=case, precision=precision)
     context = driver.context(device.index)
     with context.active():
         tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
-    for prologue in (
-        ("separate", "fused") if operator.steps[0] is not operator.convolutions[0] else ("separate",)
-    ):
+    choice = operator.steps[0] is not operator.convolutions[0]
+    for prologue in ("separate", "fused") if choice else ("separate",):
         (task,) = halo_tasks(Setting(operator, Target.of(context), Options(prologue=prologue)))
         if task is None:
             raise DeviceError(

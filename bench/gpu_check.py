@@ -35,56 +35,65 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from dispatcher import load_problem, problems  # noqa: E402
+from dispatcher.check.comparison import verify_result  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
+from dispatcher.device.machine import versions  # noqa: E402
+from dispatcher.device.selection import describe  # noqa: E402
+from dispatcher.interface import Timings, device_dict  # noqa: E402
+from dispatcher.problem.arguments import bind_numbers  # noqa: E402
+from dispatcher.problem.operator import Operator  # noqa: E402
+from dispatcher.timing.peers import torch_pipeline  # noqa: E402
+from dispatcher.timing.rounds import Schedule, take_turns  # noqa: E402
+from dispatcher.timing.sampling import Times  # noqa: E402
+
 Result = dict[str, Any]
+#: Milliseconds of a call's kernels, and of the whole call.
+Call = Callable[[], tuple[float, float]]
 PACKAGES = ("numpy", "torch", "triton", "pycuda", "pyopencl")
 WARM_UP, REPEATS = 3, 20
 CHECKED_ITEMS = 2  # of the batch, in float64
+SIMULATED = os.environ.get("DISPATCHER_CUDA_SIM") == "1"
 
 
-def use_simulator() -> None:
-    """Load the CUDA simulator where the environment asks for it."""
-    if os.environ.get("DISPATCHER_CUDA_SIM") == "1":
+def cuda_backend() -> Any:
+    """The CUDA backend, on the simulator where the environment asks for it."""
+    if SIMULATED:
         importlib.import_module("tests.cudasim").activate()
+    return importlib.import_module("dispatcher.backends.cuda").BACKEND
+
+
+def operator(name: str, case: str, precision: str) -> Operator:
+    """A problem bound to a case."""
+    return bind_numbers(load_problem(name), {}, "time", case=case, precision=precision)
 
 
 # ---- the steps ---------------------------------------------------------------------------------------------
 def step_device(case: str) -> Result:
     """What the machine is."""
-    use_simulator()
-    from dispatcher.backends.cuda import BACKEND, toolkit
-    from dispatcher.call.explanation import device_dict
+    backend = cuda_backend()
+    from dispatcher.backends.cuda import toolkit
 
     found = toolkit.find()
     result: Result = {
         "host": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
         "nvcc": found if isinstance(found, str) else found.version.splitlines()[-1],
-        "devices": [device_dict(device) for device in BACKEND.probe()],
+        "devices": [device_dict(device) for device in backend.probe()],
     }
     if shutil.which("nvidia-smi"):
         query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,ecc.mode.current"
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        result["nvidia_smi"] = subprocess.run(
-            command, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result["nvidia_smi"] = done.stdout.strip()
     return result
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def step_tests(case: str) -> Result:
@@ -93,19 +102,9 @@ def step_tests(case: str) -> Result:
     if case == "sample":
         files = [path for path in files if "numerics" in path]
     environment = {**os.environ, "DISPATCHER_TEST_REQUIRE": "cuda"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-        "-rf",
-        *(["-n", "auto"] if importlib.util.find_spec("xdist") else []),
-        *files,
-    ]
+    parallel = ["-n", "auto"] if importlib.util.find_spec("xdist") else []
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rf", *parallel]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.strip().splitlines() if line]
     failed = [line for line in lines if line.startswith("FAILED")]
@@ -120,110 +119,60 @@ def step_tests(case: str) -> Result:
 
 def step_sample(case: str) -> Result:
     """Every problem's `sample` case, both precisions and algorithms, against the reference."""
-    use_simulator()
-    from dispatcher import problems
-    from dispatcher.backends.cuda import BACKEND
-    from dispatcher.check.comparison import verify_result
-    from dispatcher.check.inputs import random_tensors
-
-    device = BACKEND.probe()[0]
+    backend = cuda_backend()
+    device = backend.probe()[0]
     result: Result = {}
-    for problem in problems():
-        name = problem if isinstance(problem, str) else problem.name
+    for name in problems():
         for precision in ("fp32", "tf32"):
             for algorithm in ("auto", "fma"):
                 op = operator(name, "sample", precision)
                 tensors = random_tensors(op, 0)
-                output = BACKEND.compile(op, device, {"algorithm": algorithm})(tensors)
+                output = backend.compile(op, device, {"algorithm": algorithm})(tensors)
                 result[f"{name}/{precision}/{algorithm}"] = verify_result(op, tensors, output).passed
     return {"passed": all(result.values()), "cases": result}
 
 
-def operator(name: str, case: str, precision: str) -> Any:
-    """A problem bound to a case."""
-    from dispatcher.problem.arguments import bind_arguments, sort_arguments
-    from dispatcher.problem.loader import load_problem
-
-    problem = load_problem(name)
-    arguments = sort_arguments(problem, {})
-    return bind_arguments(problem, arguments, case=case, dtype="float32", precision=precision)
-
-
-def torch_module(op: Any) -> Callable[..., Any]:
-    """The same pipeline in PyTorch, from the bound steps; takes the tensors by name."""
-    from dispatcher.timing.peers import chain, torch_stage
-
-    steps = chain(op)
-
-    def run(**tensors: Any) -> Any:
-        y = tensors[op.source]
-        for step in steps:
-            y = torch_stage(step, lambda operand: tensors[operand.name])(y)
-        return y
-
-    return run
-
-
 def step_problem(case: str, name: str) -> Result:
     """Check and time one problem."""
-    use_simulator()
-    from dispatcher.backends.cuda import BACKEND
-    from dispatcher.check.inputs import random_tensors
-    from dispatcher.interface import Timings
-
-    device = BACKEND.probe()[0]
+    backend = cuda_backend()
+    device = backend.probe()[0]
     operators = {precision: operator(name, case, precision) for precision in ("fp32", "tf32")}
     op = operators["fp32"]
     tensors = random_tensors(op, 0)
     started = time.perf_counter()
-    ours = {
-        precision: BACKEND.compile(each, device, {"tuned": "ignore"}) for precision, each in operators.items()
-    }
+    ours = {label: backend.compile(each, device, {"tuned": "ignore"}) for label, each in operators.items()}
     if op.convolutions[0] is not op.steps[0]:  # both ways, since the choice between them is an estimate
         for precision, each in operators.items():
-            ours[f"{precision} prologue separate"] = BACKEND.compile(each, device, {"prologue": "separate"})
+            ours[f"{precision} prologue separate"] = backend.compile(each, device, {"prologue": "separate"})
     result: Result = {"case": case, "gflop": op.flops / 1e9, "ideal_mb": op.ideal_bytes / 1e6,
                       "compile_s": time.perf_counter() - started}  # fmt: skip
     torch = _torch()
-    there = (
-        tensors if torch is None else {key: torch.from_numpy(value).cuda() for key, value in tensors.items()}
-    )
-    contenders: dict[str, Callable[[], tuple[float, float]]] = {}
-
-    def measure_ours(label: str) -> Callable[[], tuple[float, float]]:
-        def once() -> tuple[float, float]:
-            begin = time.perf_counter()
-            ours[label](there)
-            call = time.perf_counter() - begin
-            timings = Timings()
-            ours[label](there, None, timings)
-            return 1e3 * timings.kernel_s, 1e3 * call
-
-        return once
-
-    for label in ours:
-        contenders[f"ours {label}"] = measure_ours(label)
+    there: dict[str, Any] = dict(tensors)
+    if torch is not None:
+        there = {key: torch.from_numpy(value).cuda() for key, value in tensors.items()}
+    contenders: dict[str, Call] = {
+        f"ours {label}": partial(_our_call, executable, there) for label, executable in ours.items()
+    }
     if torch is not None:
         result["check"] = _check(torch, op, ours, there)
-        contenders.update(_torch_contenders(torch, op, there, result))
+        contenders.update(_torch_calls(torch, op, there, result))
     else:
         result["torch"] = "not installed, or it sees no CUDA device"
         if case == "sample":  # at the large size the reference takes minutes
-            result["check"] = {
-                "passed": all(_agrees(operators, label, ours[label], tensors) for label in ours)
-            }
+            right = [
+                verify_result(operators[label.split()[0]], tensors, executable(tensors)).passed
+                for label, executable in ours.items()
+            ]
+            result["check"] = {"passed": all(right)}
     result["passed"] = result.get("check", {}).get("passed", False)
     samples: dict[str, list[tuple[float, float]]] = {label: [] for label in contenders}
-    for turn in range(WARM_UP + (REPEATS if case == "kernelbench" else 2)):
-        for label, once in contenders.items():
-            sample = once()
-            if turn >= WARM_UP:
-                samples[label].append(sample)
-    result["times"] = {label: _summary(values) for label, values in samples.items()}
+    schedule = Schedule(WARM_UP + (REPEATS if case == "kernelbench" else 2), pause_s=0.0)
+    take_turns(list(contenders), schedule, lambda label: samples[label].append(contenders[label]()))
+    result["times"] = {label: _summary(values[WARM_UP:]) for label, values in samples.items()}
     for label, executable in ours.items():
         timings = Timings()
         executable(there, None, timings)
-        result[f"launches {label}"] = [(name, 1e3 * seconds) for name, seconds in timings.launches]
+        result[f"launches {label}"] = [(launch, 1e3 * seconds) for launch, seconds in timings.launches]
         result[f"plan {label}"] = [
             {"name": launch.name, "steps": launch.steps, "algorithm": launch.algorithm, **launch.detail}
             for launch in executable.launches
@@ -231,11 +180,23 @@ def step_problem(case: str, name: str) -> Result:
     return result
 
 
-def _agrees(operators: dict[str, Any], label: str, executable: Any, tensors: dict[str, Any]) -> bool:
-    """Is a result within the reference's error bound?"""
-    from dispatcher.check.comparison import verify_result
+def _our_call(executable: Any, there: dict[str, Any]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    executable(there)
+    call = time.perf_counter() - begin
+    timings = Timings()
+    executable(there, None, timings)
+    return 1e3 * timings.kernel_s, 1e3 * call
 
-    return verify_result(operators[label.split(maxsplit=1)[0]], tensors, executable(tensors)).passed
+
+def _summary(values: list[tuple[float, float]]) -> Result:
+    kernels = Times(tuple(kernel for kernel, _ in values))
+    return {
+        "kernel_ms": kernels.median_s,
+        "quartiles_ms": list(kernels.quartiles_s),
+        "call_ms": statistics.median(call for _, call in values),
+        "samples": len(values),
+    }
 
 
 def _torch() -> Any:
@@ -244,18 +205,7 @@ def _torch() -> Any:
         torch = importlib.import_module("torch")
     except ImportError:
         return None
-    return torch if os.environ.get("DISPATCHER_CUDA_SIM") != "1" and torch.cuda.is_available() else None
-
-
-def _summary(values: list[tuple[float, float]]) -> Result:
-    kernel = [value for value, _ in values]
-    low, high = np.quantile(kernel, [0.25, 0.75])
-    return {
-        "kernel_ms": statistics.median(kernel),
-        "quartiles_ms": [float(low), float(high)],
-        "call_ms": statistics.median(call for _, call in values),
-        "samples": len(kernel),
-    }
+    return torch if not SIMULATED and torch.cuda.is_available() else None
 
 
 def _allow_tf32(torch: Any, allowed: bool) -> None:
@@ -263,20 +213,19 @@ def _allow_tf32(torch: Any, allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def _check(torch: Any, op: Any, ours: dict[str, Any], there: dict[str, Any]) -> Result:
+def _check(torch: Any, op: Operator, ours: dict[str, Any], there: dict[str, Any]) -> Result:
     """Errors of ours and of PyTorch's float32 on a few batch items, relative to the largest value in
     float64."""
     _allow_tf32(torch, False)
     # Each batch item depends on its own input alone in all five problems.
-    few = {**there, op.source: there[op.source][:CHECKED_ITEMS]}
-    module = torch_module(op)
-    exact = module(**{name: value.double() for name, value in few.items()})
+    few = there[op.source][:CHECKED_ITEMS]
+    exact = torch_pipeline(op, lambda operand: there[operand.name].double())(few.double())
     size = float(exact.abs().max())
 
     def error(got: Any) -> float:
         return float((got.double() - exact).abs().max()) / size
 
-    results = {"torch fp32": error(module(**few))}
+    results = {"torch fp32": error(torch_pipeline(op, lambda operand: there[operand.name])(few))}
     allowed = {"fp32": max(4 * results["torch fp32"], 1e-5), "tf32": 2e-2}
     passed = True
     for label, executable in ours.items():
@@ -286,43 +235,37 @@ def _check(torch: Any, op: Any, ours: dict[str, Any], there: dict[str, Any]) -> 
     return {"max_error_over_max": results, "passed": passed}
 
 
-def _torch_contenders(
-    torch: Any, op: Any, there: dict[str, Any], result: Result
-) -> dict[str, Callable[[], tuple[float, float]]]:
-    module = torch_module(op)
-    found = {}
-
-    def timed(function: Callable[..., Any], tf32: bool) -> Callable[[], tuple[float, float]]:
-        def once() -> tuple[float, float]:
-            _allow_tf32(torch, tf32)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin = time.perf_counter()
-            with torch.no_grad():
-                start.record()
-                function(**there)
-                end.record()
-            torch.cuda.synchronize()
-            return start.elapsed_time(end), 1e3 * (time.perf_counter() - begin)
-
-        return once
-
-    for tf32 in (True, False):
-        label = "tf32" if tf32 else "fp32"
-        for kind, function in (("eager", module), ("compile", torch.compile(module))):
-            once = timed(function, tf32)
+def _torch_calls(torch: Any, op: Operator, there: dict[str, Any], result: Result) -> dict[str, Call]:
+    pipeline = torch_pipeline(op, lambda operand: there[operand.name])
+    found: dict[str, Call] = {}
+    for label, tf32 in (("tf32", True), ("fp32", False)):
+        for kind, function in (("eager", pipeline), ("compile", torch.compile(pipeline))):
+            once = partial(_torch_call, torch, function, there[op.source], tf32)
             try:
                 once()
             except Exception as error:  # a missing compiler for Triton must not cost the rest
-                result[f"torch {kind} {label}"] = f"{type(error).__name__}: {str(error)[:300]}"
-                continue
-            found[f"torch {kind} {label}"] = once
+                result[f"torch {kind} {label}"] = describe(error)
+            else:
+                found[f"torch {kind} {label}"] = once
     return found
+
+
+def _torch_call(torch: Any, function: Callable[[Any], Any], x: Any, tf32: bool) -> tuple[float, float]:
+    _allow_tf32(torch, tf32)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = time.perf_counter()
+    with torch.no_grad():
+        start.record()
+        function(x)
+        end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end), 1e3 * (time.perf_counter() - begin)
 
 
 def step_sanitizer(case: str, tool: str) -> Result:
     """compute-sanitizer on the `sample` cases."""
     program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if program is None or os.environ.get("DISPATCHER_CUDA_SIM") == "1":
+    if program is None or SIMULATED:
         return {"skipped": "compute-sanitizer is not there, or the device is simulated"}
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--step", "sample"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -332,23 +275,18 @@ def step_sanitizer(case: str, tool: str) -> Result:
 
 def step_opencl(case: str) -> Result:
     """The OpenCL backend on GPUs."""
-    from dispatcher import problems
-    from dispatcher.check.comparison import verify_result
-    from dispatcher.check.inputs import random_tensors
-    from dispatcher.interface import Timings
     from dispatcher.registry import backend
 
     opencl = backend("opencl")
-    gpus = [device for device in opencl.probe() if device.available and device.kind == "gpu"]
+    found = opencl.probe()
+    gpus = [device for device in found if device.available and device.kind == "gpu"]
     if not gpus:
-        return {"skipped": f"no OpenCL GPU: {[device.reason or device.name for device in opencl.probe()]}"}
+        return {"skipped": f"no OpenCL GPU: {[device.reason or device.name for device in found]}"}
     result: Result = {"device": gpus[0].name}
-    for problem in problems():
-        name = problem if isinstance(problem, str) else problem.name
-        small = operator(name, "sample", "fp32")
+    for name in problems():
+        small, op = operator(name, "sample", "fp32"), operator(name, case, "fp32")
         tensors = random_tensors(small, 0)
         agrees = verify_result(small, tensors, opencl.compile(small, gpus[0], {})(tensors)).passed
-        op = operator(name, case, "fp32")
         tensors = random_tensors(op, 0, kind="uniform")
         run = opencl.compile(op, gpus[0], {})
         run(tensors)
@@ -371,15 +309,14 @@ class Step:
 
 def steps() -> dict[str, Step]:
     """All steps, in order."""
-    from dispatcher import problems
-
-    names = [problem if isinstance(problem, str) else problem.name for problem in problems()]
-    listed = [Step("device", 30, step_device), Step("tests", 240, step_tests)]
-    for name in names:
-        listed.append(Step(name, 90, lambda case, name=name: step_problem(case, name)))  # type: ignore[misc]
-    for tool in ("memcheck", "racecheck"):
-        listed.append(Step(tool, 60, lambda case, tool=tool: step_sanitizer(case, tool)))  # type: ignore[misc]
-    listed += [Step("opencl", 60, step_opencl), Step("sample", 60, step_sample)]
+    listed = [
+        Step("device", 30, step_device),
+        Step("tests", 240, step_tests),
+        *(Step(name, 90, partial(step_problem, name=name)) for name in problems()),
+        *(Step(tool, 60, partial(step_sanitizer, tool=tool)) for tool in ("memcheck", "racecheck")),
+        Step("opencl", 60, step_opencl),
+        Step("sample", 60, step_sample),
+    ]
     return {step.name: step for step in listed}
 
 
@@ -404,18 +341,8 @@ def run_child(name: str, arguments: list[str], environment: dict[str, str], limi
 def install(wheels: Path, folder: str) -> None:
     """Install wheels to ``folder`` without a network."""
     names = [str(path) for path in sorted(wheels.glob("*.whl"))]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        folder,
-    ]
-    subprocess.run([*command, *names], check=True)
+    options = ["--quiet", "--no-index", "--no-deps", "--target", folder]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *names], check=True)
 
 
 def main() -> int:
@@ -442,11 +369,9 @@ def main() -> int:
     if given.output is None:
         parser.error("--output is needed")
     deadline = time.monotonic() + 60 * given.minutes
-    report: Result = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "case": case,
-        "steps": {},
-    }
+    outcomes: Result = {}
+    started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    report: Result = {"started": started, "case": case, "steps": outcomes}
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
         if given.wheels:
@@ -456,24 +381,16 @@ def main() -> int:
             if step.name == "sample" or (given.only and step.name not in given.only):
                 continue
             left = deadline - time.monotonic()
-            if left < 5:
-                report["steps"][step.name] = {"skipped": "no time left"}
-            else:
-                arguments = ["--rehearse"] if given.rehearse else []
-                report["steps"][step.name] = run_child(
-                    step.name, arguments, environment, min(step.limit_s, left)
-                )
+            arguments = ["--rehearse"] if given.rehearse else []
+            outcome = {"skipped": "no time left"}
+            if left >= 5:
+                outcome = run_child(step.name, arguments, environment, min(step.limit_s, left))
+            outcomes[step.name] = outcome
             given.output.write_text(json.dumps(report, indent=1) + "\n")
-            outcome = report["steps"][step.name]
-            brief = (
-                outcome.get("error")
-                or outcome.get("skipped")
-                or outcome.get("times")
-                or outcome.get("passed", "done")
-            )
-            print(f"{step.name}: {brief}", file=sys.stderr)
-    report["summary"] = summary(report["steps"])
-    report["passed"] = all(sound(outcome) for outcome in report["steps"].values())
+            told = (outcome[key] for key in ("error", "skipped", "times") if outcome.get(key))
+            print(f"{step.name}: {next(told, outcome.get('passed', 'done'))}", file=sys.stderr)
+    report["summary"] = summary(outcomes)
+    report["passed"] = all(sound(outcome) for outcome in outcomes.values())
     given.output.write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join([*report["summary"], "passed" if report["passed"] else "NOT passed"]))
     return 0 if report["passed"] else 1

@@ -10,7 +10,6 @@ device's clock, in calls of their own. See bench/README.md.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -22,26 +21,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dispatcher  # noqa: E402
-from bench import measure  # noqa: E402
+from bench import common  # noqa: E402
+from bench.common import Run, say  # noqa: E402
 from bench.cpu_peers import bind_case  # noqa: E402
-from bench.measure import say  # noqa: E402
 from dispatcher.check.inputs import random_tensors  # noqa: E402
 from dispatcher.interface import Timings  # noqa: E402
+from dispatcher.timing.rounds import sample_beside, timed  # noqa: E402
 
-PROGRAM, SCHEMA = "overhead", 1
-DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt")
+PROGRAM = "overhead"
 REPEATS, CALLS, CLOCKED_CALLS = 15, 300, 50
 PROBLEM = "conv-transpose3d-max-max-sum"
 TINY = {
     "batch_size": 1,
     "in_channels": 2,
     "out_channels": 2,
-    "depth": 4,
-    "height": 4,
-    "width": 4,
+    **dict.fromkeys(("depth", "height", "width"), 4),
     **{f"kernel_{axis}": 3 for axis in "dhw"},
     **{f"padding_{axis}": 0 for axis in "dhw"},
 }
+COLUMNS = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
 
 
 def block(call: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -54,14 +52,9 @@ def block(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     return run
 
 
-def a_call(sample: measure.Sample, calls: int) -> measure.Sample:
-    """A block's sample, as the time of one of its calls."""
-    return replace(sample, seconds=sample.seconds / calls)
-
-
-def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Namespace) -> dict[str, Any]:
-    """Samples of the three ways to call, in seconds a block, and the kernels' own time."""
-    operator = bind_case(PROBLEM, None, TINY)
+def measure_device(device: Any, run: Run) -> dict[str, Any]:
+    """Samples of the three ways to call, in seconds a call, and the kernels' own time."""
+    operator, settings = bind_case(PROBLEM, None, TINY), run.settings
     tensors = random_tensors(operator, 0)
     x = {operator.source: tensors[operator.source]}
     constants = {name: array for name, array in tensors.items() if name not in x}
@@ -76,14 +69,9 @@ def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Name
         "backend": lambda: executable(tensors, None, None),
     }
     for call in ways.values():
-        for _ in range(20):
-            call()
-    sampling = measure.interleave(
-        {name: block(call, settings.calls) for name, call in ways.items()},
-        probe,
-        repeats=settings.repeats,
-        limit=settings.quiet_limit,
-    )
+        block(call, 20)()
+    blocks = {name: timed(block(call, settings.calls)) for name, call in ways.items()}
+    sampling = sample_beside(run.probe, settings.quiet_limit, blocks, settings.repeats)
     for name, reason in sampling.failures.items():
         raise SystemExit(f"overhead: {device.id}, {name}: {reason}")
     kernels = []
@@ -91,30 +79,26 @@ def measure_device(device: Any, probe: measure.FmaProbe, settings: argparse.Name
         timings = Timings()
         executable(tensors, None, timings)
         kernels.append(sum(seconds for _, seconds in timings.launches))
+    results = {}
+    for name, samples in sampling.samples.items():
+        calls = [replace(sample, seconds=sample.seconds / settings.calls) for sample in samples]
+        results[name] = {"samples": common.sample_lists(calls)}
     return {
         "launches": [launch.name for launch in executable.launches],
         "kernel_median_s": statistics.median(kernels),
-        "results": {
-            name: {"samples": measure.sample_lists([a_call(sample, settings.calls) for sample in samples])}
-            for name, samples in sampling.samples.items()
-        },
+        "results": results,
     }
 
 
 def conclude(entry: dict[str, Any], threshold: float) -> None:
     """Put summaries and the split into a device's entry."""
-    for result in entry["results"].values():
-        samples = [measure.Sample(*sample) for sample in result["samples"]]
-        result.update(measure.summary_dict(samples, measure.summarise(samples, threshold)))
-    call, prepared, backend = (entry["results"][name]["median_s"] for name in ("call", "prepared", "backend"))
-    entry["split_us"] = {
-        "call": 1e6 * call,
-        "dispatcher": 1e6 * (call - backend),
-        "dispatcher_arguments": 1e6 * (call - prepared),
-        "backend": 1e6 * backend,
-        "backend_kernels": 1e6 * entry["kernel_median_s"],
-        "backend_host": 1e6 * (backend - entry["kernel_median_s"]),
-    }
+    results = entry["results"]
+    call, prepared, backend = (
+        common.add_statistics(results[name], threshold).median_s for name in ("call", "prepared", "backend")
+    )
+    kernels = entry["kernel_median_s"]
+    split = (call, call - backend, call - prepared, backend, kernels, backend - kernels)
+    entry["split_us"] = {name: 1e6 * seconds for name, seconds in zip(COLUMNS, split, strict=True)}
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -123,52 +107,35 @@ def report_text(report: dict[str, Any]) -> str:
         f"Microseconds of a warm call of {PROBLEM}, tiny sizes (median of {report['repeats']} blocks of "
         f"{report['calls']} calls).",
         "",
-        "| device | call | dispatcher | of it arguments | backend | of it kernels | of it host and driver |",
-        "|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for entry in report["entries"]:
         mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""
-        split = entry["split_us"]
-        keys = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
-        cells = " | ".join(f"{mark}{split[key]:.1f}" for key in keys)
-        lines.append(f"| {entry['label']} | {cells} |")
+        rows.append([entry["label"], *(f"{mark}{entry['split_us'][name]:.1f}" for name in COLUMNS)])
+    titles = ("call", "dispatcher", "of it arguments", "backend", "of it kernels", "of it host and driver")
+    lines += common.markdown(("device", *titles), rows)
     results = [result for entry in report["entries"] for result in entry["results"].values()]
-    return "\n".join([*lines, "", measure.drop_note(report, results)])
+    return "\n".join([*lines, "", common.drop_note(report, results)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
-    parser = argparse.ArgumentParser(
-        prog="overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    measure.add_common_arguments(parser, REPEATS)
+    parser = common.new_parser("overhead", __doc__, REPEATS)
     parser.add_argument(
-        "--calls", type=measure.at_least(1), default=CALLS, help="calls a block (default: %(default)s)"
+        "--calls", type=common.at_least(1), default=CALLS, help="calls a block (default: %(default)s)"
     )
     settings = parser.parse_args(arguments)
-    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
-    devices, left_out, probe = measure.start(settings)
+    run = Run.start(PROGRAM, settings)
     entries = []
-    for device in devices:
+    for device in run.devices:
         say(device.name)
-        label = {"device": device.id, "label": measure.device_label(device)}
-        entries.append({**label, **measure_device(device, probe, settings)})
+        label = {"device": device.id, "label": common.device_label(device)}
+        entries.append({**label, **measure_device(device, run)})
     for entry in entries:
-        conclude(entry, measure.threshold_gflops(settings.quiet_limit, probe.best))
-    report = {
-        **head,
-        "problem": PROBLEM,
-        "sizes": TINY,
-        "repeats": settings.repeats,
-        "calls": settings.calls,
-        "probe": measure.probe_facts(probe, settings.quiet_limit),
-        "left_out": left_out,
-        "entries": entries,
-    }
-    path = settings.output or measure.RESULTS / f"{PROGRAM}-{report['date']}.json"
-    measure.write_json(path, report)
+        conclude(entry, run.threshold)
+    report = run.report(problem=PROBLEM, sizes=TINY, calls=settings.calls, entries=entries)
+    common.keep(report, settings.output)
     print(report_text(report))
-    say(f"results: {path}")
     return 0
 
 

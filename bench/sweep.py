@@ -14,26 +14,25 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import measure  # noqa: E402
-from bench.cpu_peers import Contender, conclude, race  # noqa: E402
-from bench.measure import say  # noqa: E402
+from bench import common  # noqa: E402
+from bench.common import Run  # noqa: E402
+from bench.cpu_peers import conclude, contenders_of, milliseconds, race  # noqa: E402
 from dispatcher import load_problem  # noqa: E402
 from dispatcher.errors import GeometryError  # noqa: E402
 from dispatcher.problem.operator import bind  # noqa: E402
-from dispatcher.timing.peers import PEERS  # noqa: E402
+from dispatcher.timing.sampling import Times  # noqa: E402
 
-PROGRAM, SCHEMA = "sweep", 1
-DISTRIBUTIONS = ("kernel-dispatcher", "numpy", "pyopencl", "intel-opencl-rt", "torch")
+PROGRAM = "sweep"
 PROBLEM = "conv-transpose-3d-asym-input-sq-kernel"
 PEER_NAMES = ("torch", "torch-channels-last")
 COUNT, REPEATS, WORST = 40, 5, 5
@@ -123,15 +122,16 @@ def overview(entries: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     }
     if not ratios:
         return {"count": 0, "worst": []}
-    low, high = measure.quartiles(list(ratios.values()))
+    values = Times(tuple(ratios.values()))
+    low, high = values.quartiles_s
     return {
         "count": len(ratios),
-        "min": min(ratios.values()),
+        "min": values.min_s,
         "first_quartile": low,
-        "median": statistics.median(ratios.values()),
+        "median": values.median_s,
         "third_quartile": high,
-        "max": max(ratios.values()),
-        "slower_than_peer": sum(value < 1 for value in ratios.values()),
+        "max": max(values.seconds),
+        "slower_than_peer": sum(value < 1 for value in values.seconds),
         "worst": sorted(ratios, key=ratios.__getitem__)[:WORST],
     }
 
@@ -150,22 +150,16 @@ def plan(launches: Sequence[Mapping[str, Any]]) -> str:
 
 def report_text(report: Mapping[str, Any]) -> str:
     """The table of all geometries, and the worst ones with their plans."""
-    names = [each["name"] for each in report["contenders"]]
     labels = {each["name"]: each["label"] for each in report["contenders"]}
     mine = [each["name"] for each in report["contenders"] if each["device"] is not None]
-    columns = [f"{labels[name]}, ms" for name in names] + [f"ratio, {labels[name]}" for name in mine]
-    lines = ["| | geometry | GFLOP | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    titles = ["", "geometry", "GFLOP", *(f"{label}, ms" for label in labels.values())]
+    rows = []
     for entry in report["entries"]:
-        cells = []
-        for name in names:
-            result = entry["results"].get(name)
-            mark = "~" if result and result["noisy"] else ""
-            cells.append("–" if result is None else f"{mark}{1e3 * result['median_s']:.2f}")
-        cells += [
-            f"{entry['ratios'][name]['value']:.2f}" if name in entry["ratios"] else "–" for name in mine
-        ]
-        start = f"| {entry['index']} | {entry['geometry']} | {entry['flops'] / 1e9:.2f} | "
-        lines.append(start + " | ".join(cells) + " |")
+        cells = [str(entry["index"]), entry["geometry"], f"{entry['flops'] / 1e9:.2f}"]
+        cells += [milliseconds(entry["results"].get(name), 2) for name in labels]
+        ratios = entry["ratios"]
+        rows.append([*cells, *(f"{ratios[name]['value']:.2f}" if name in ratios else "–" for name in mine)])
+    lines = common.markdown([*titles, *(f"ratio, {labels[name]}" for name in mine)], rows)
     for name in mine:
         found = report["overviews"][name]
         if not found["count"]:
@@ -193,48 +187,34 @@ def report_text(report: Mapping[str, Any]) -> str:
     if failures:
         lines += ["", "Not measured:", *failures]
     results = [result for entry in report["entries"] for result in entry["results"].values()]
-    return "\n".join([*lines, "", measure.drop_note(report, results)])
+    return "\n".join([*lines, "", common.drop_note(report, results)])
 
 
 # ---- the program -------------------------------------------------------------------------------------------
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    measure.add_common_arguments(parser, REPEATS)
-    parser.add_argument(
-        "--count", type=measure.at_least(1), default=COUNT, help="geometries (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=measure.at_least(0), default=0, help="of the geometries and the tensors"
-    )
-    parser.add_argument(
-        "--scale", type=measure.positive, default=1.0, help="factor on the work, for quick trials"
-    )
-    parser.add_argument("--only", type=measure.at_least(0), nargs="+", metavar="INDEX",
-                        help="measure only the geometries with these numbers")  # fmt: skip
-    parser.add_argument("--peers", nargs="*", choices=PEER_NAMES, default=list(PEER_NAMES), metavar="NAME",
-                        help=f"of {', '.join(PEER_NAMES)} (default: both)")  # fmt: skip
+    parser = common.new_parser("sweep", __doc__, REPEATS)
+    add = parser.add_argument
+    add("--count", type=common.at_least(1), default=COUNT, help="geometries (default: %(default)s)")
+    add("--seed", type=common.at_least(0), default=0, help="of the geometries and the tensors")
+    add("--scale", type=common.positive, default=1.0, help="factor on the work, for quick trials")
+    add("--only", type=common.at_least(0), nargs="+", metavar="INDEX",
+        help="measure only the geometries with these numbers")  # fmt: skip
+    add("--peers", nargs="*", choices=PEER_NAMES, default=list(PEER_NAMES), metavar="NAME",
+        help=f"of {', '.join(PEER_NAMES)} (default: both)")  # fmt: skip
     return parser.parse_args(arguments)
 
 
-def run(settings: argparse.Namespace) -> dict[str, Any]:
+def measure(settings: argparse.Namespace) -> dict[str, Any]:
     """Measure every geometry.
 
     Raises:
-        SystemExit: see :func:`bench.measure.start`.
+        SystemExit: see :meth:`bench.common.Run.start`.
     """
-    head = measure.header(PROGRAM, SCHEMA, DISTRIBUTIONS)
-    devices, left_out, probe = measure.start(settings)
-    contenders = [Contender(name, PEERS[name].label) for name in settings.peers]
-    contenders += [Contender(device.id, measure.device_label(device), device.id) for device in devices]
-    problem = load_problem(PROBLEM)
-    chosen = list(enumerate(geometries(settings.count, settings.seed, settings.scale)))
-    if settings.only is not None:
-        chosen = [(index, sizes) for index, sizes in chosen if index in settings.only]
-    entries: list[dict[str, Any]] = []
-    for index, sizes in chosen:
+    run = Run.start(PROGRAM, settings)
+    entrants, problem = contenders_of(run), load_problem(PROBLEM)
+
+    def entry(index: int, sizes: Mapping[str, int]) -> dict[str, Any]:
         operator, geometry = bind(problem, sizes, {}), describe(sizes)
         facts = {
             "index": index,
@@ -245,40 +225,30 @@ def run(settings: argparse.Namespace) -> dict[str, Any]:
             "ideal_bytes": operator.ideal_bytes,
         }
         title = f"{index} of {settings.count}, {geometry}"
-        try:
-            entries.append({**facts, **race(operator, title, contenders, probe, settings, settings.seed)})
-        except KeyboardInterrupt:
-            if not entries:
-                raise
-            say("interrupted: reporting the geometries before")
-            break
-    for entry in entries:
-        conclude(entry, contenders, measure.threshold_gflops(settings.quiet_limit, probe.best))
-    return {
-        **head,
-        "threads": measure.cores(),
-        "precision": "float32",
-        "repeats": settings.repeats,
-        "seed": settings.seed,
-        "scale": settings.scale,
-        "probe": measure.probe_facts(probe, settings.quiet_limit),
-        "left_out": left_out,
-        "contenders": [asdict(contender) for contender in contenders],
-        "entries": entries,
-        "overviews": {
-            each.name: overview(entries, each.name) for each in contenders if each.device is not None
-        },
-    }
+        return {**facts, **race(operator, title, entrants, run.probe, settings, settings.seed)}
+
+    entries = common.until_interrupted(
+        partial(entry, index, sizes)
+        for index, sizes in enumerate(geometries(settings.count, settings.seed, settings.scale))
+        if settings.only is None or index in settings.only
+    )
+    for each in entries:
+        conclude(each, entrants, run.threshold)
+    return run.report(
+        seed=settings.seed,
+        scale=settings.scale,
+        contenders=[asdict(entrant) for entrant in entrants],
+        entries=entries,
+        overviews={each.name: overview(entries, each.name) for each in entrants if each.device is not None},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     settings = parse(arguments)
-    report = run(settings)
-    path = settings.output or measure.RESULTS / f"{PROGRAM}-{report['date']}.json"
-    measure.write_json(path, report)
+    report = measure(settings)
+    common.keep(report, settings.output)
     print(report_text(report))
-    say(f"results: {path}")
     mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
     return 1 if any(mine & set(entry["failures"]) for entry in report["entries"]) else 0
 

@@ -14,8 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dispatcher.call.compiled import CompiledOperator, compile, run
-    from dispatcher.call.explanation import Explanation, explain
+    from dispatcher.call.compiled import CompiledOperator, compile, explain, run
+    from dispatcher.call.explanation import Explanation
     from dispatcher.check.judging import Judgement, verify_kernel
     from dispatcher.check.verifying import Verification, verify
     from dispatcher.device.diagnosis import Diagnosis, doctor
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from dispatcher.problem.loader import problem_names as problems
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
-    from dispatcher.timing.racing import Benchmark, benchmark
+    from dispatcher.timing.racing import benchmark
+    from dispatcher.timing.results import Benchmark
     from dispatcher.timing.tuning import TuneResult, tune_problem
 
 __version__ = "0.1.0"
@@ -80,8 +81,9 @@ __all__ = [
 
 #: Public name to the module that holds it; ``problems`` has another name there.
 _HOMES = {
-    "timing.racing": ("Benchmark", "benchmark"),
-    "call.compiled": ("CompiledOperator", "compile", "run"),
+    "timing.racing": ("benchmark",),
+    "timing.results": ("Benchmark",),
+    "call.compiled": ("CompiledOperator", "compile", "explain", "run"),
     "device.diagnosis": ("Diagnosis", "doctor"),
     "errors": (
         "BuildError",
@@ -95,7 +97,7 @@ _HOMES = {
         "ProblemFileError",
         "VerificationError",
     ),
-    "call.explanation": ("Explanation", "explain"),
+    "call.explanation": ("Explanation",),
     "interface": ("Device",),
     "check.judging": ("Judgement", "verify_kernel"),
     "problem.loader": ("load_problem", "problems"),

@@ -25,7 +25,10 @@ class DtypeError(InputError, TypeError):
 
 
 class ProblemFileError(InputError):
-    """A problem file, or a mapping that stands for one, does not follow the format."""
+    """A problem file, or a mapping that stands for one, does not follow the format; one line, whatever is in it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 class GeometryError(InputError):
@@ -64,3 +67,8 @@ class VerificationError(DispatcherError, AssertionError):
     """A result differs from the reference by more than its error bound."""
 
     exit_code: ClassVar[int] = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class where it has none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

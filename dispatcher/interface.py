@@ -1,18 +1,21 @@
 """The backend interface, on one screen.
 
-A backend is a module-level object with the three methods of :class:`Backend`. Buffers, queues, contexts and
-caches are its own business.
+A backend is a module-level object with the three methods of :class:`Backend`; what it may offer besides are
+:class:`Measurable`, :class:`Tunable` and :class:`KernelHost`. Buffers, queues, contexts and caches are its own
+business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import UserKernel
 
 Tensors = Mapping[str, Any]
 
@@ -43,6 +46,20 @@ class Device:
     def id(self) -> str:
         """What a user writes to name it, such as ``opencl:1``."""
         return self.backend if self.kind == "reference" else f"{self.backend}:{self.index}"
+
+
+def device_dict(device: Device) -> dict[str, Any]:
+    """A device, ready for JSON."""
+    return {
+        "id": device.id,
+        "backend": device.backend,
+        "index": device.index,
+        "name": device.name,
+        "kind": device.kind,
+        "available": device.available,
+        "reason": device.reason,
+        "facts": dict(device.facts),
+    }
 
 
 @dataclass
@@ -80,7 +97,7 @@ class Finding:
         subject: what was looked for.
         verdict: ``ok``; ``note`` for what may be meant so; ``problem`` for what keeps something from working.
         detail: what was found.
-        remedy: the command or the step that would mend it; empty where there is nothing to mend.
+        remedy: the command or the step that would fix it; empty where there is nothing to fix.
     """
 
     topic: str
@@ -186,3 +203,68 @@ class Measurable(Protocol):
 
     def flush_caches(self, device: Device) -> None:
         """Empty the caches of a device that has memory of its own; nothing to do where it shares the host's."""
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """What a backend offers whose options can be tuned."""
+
+    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
+        """Options worth measuring; the first stand for the default without any tuning."""
+
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
+
+
+#: Bytes before and after each tensor on the device.
+MARGIN_BYTES = 4096
+#: The value of each of them at first. A float of any width that is made of such bytes is NaN, so that what a kernel
+#: reads there shows in its result.
+MARGIN = 0xFF
+
+
+class LoadedKernel(Protocol):
+    """A kernel that is built and ready to run, with its tensors in the device's memory."""
+
+    def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
+        """Put ``array`` into memory of its own as parameter ``name``, with :data:`MARGIN_BYTES` on both sides.
+
+        Args:
+            margin: value of these bytes.
+
+        Raises:
+            DeviceMemoryError: the device has no room for it.
+        """
+
+    def poison(self, name: str) -> None:
+        """Fill the tensor of parameter ``name`` with NaN, and leave the margins as they are."""
+
+    def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
+        """Copy the tensor of parameter ``name`` into ``array``; returns what is in the margins."""
+
+    def launch(self, numbers: Mapping[str, int | float]) -> float | None:
+        """Run once with these sizes and doubles, and wait for the end.
+
+        Returns:
+            Seconds on the device's clock; None where it does not tell.
+
+        Raises:
+            KernelError: it failed.
+        """
+
+
+@runtime_checkable
+class KernelHost(Protocol):
+    """What a backend offers that runs kernels of its users."""
+
+    def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
+        """Build ``kernel`` for ``device``. Called in a process of its own, since such a kernel may crash or hang.
+
+        Args:
+            scratch: a folder for files, which goes away afterwards.
+
+        Raises:
+            InputError: it has no such function, or one with other parameters, or sizes that the device refuses.
+            DeviceError: the device cannot run such kernels.
+            BuildError: the compiler refused it.
+        """

@@ -14,7 +14,8 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,19 @@ def install_backends(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(registry, "BACKENDS", table)
 
     return install
+
+
+@pytest.fixture
+def install_distributions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """A function that lets this process find the distributions in a folder, with the backends that they register."""
+
+    def install(folder: Path) -> None:
+        monkeypatch.syspath_prepend(folder)
+        registry.registered.cache_clear()
+        monkeypatch.setattr(registry, "BACKENDS", registry.Table())
+
+    yield install
+    registry.registered.cache_clear()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ StepFunction = Callable[..., np.ndarray]
 
 def conv_transpose3d(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
     """In the arithmetic of its arguments."""
-    return reference_steps.conv_transpose3d(step, x, w, *bias)
+    return reference_steps.convolution(step, x, w, *bias)
 
 
 def pointwise(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:

@@ -23,9 +23,9 @@ from dispatcher.check.comparison import Comparison
 from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import call_on, checked_run
 from dispatcher.ops.vocabulary import VOCABULARY
-from dispatcher.problem.loader import problem_from_mapping
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.registry import BACKENDS
 
 MOST_PRODUCTS = 400_000
@@ -264,6 +264,7 @@ class Axis:
     dilation: int
     output_padding: int
     padding: int
+    ordinary: bool = False  # of an ordinary convolution at stride 1, in the terms of a transposed one
 
     def output(self) -> int:
         reach = (self.extent - 1) * self.stride + self.dilation * (self.kernel - 1)
@@ -271,6 +272,9 @@ class Axis:
 
     def make_legal(self) -> None:
         """Lower the padding until something is left of the output."""
+        if self.ordinary:
+            self.stride, self.output_padding = 1, 0
+            self.padding = min(self.padding, self.dilation * (self.kernel - 1))
         if self.output() < 1:
             self.padding -= (2 - self.output()) // 2
 
@@ -312,6 +316,12 @@ class Conv:
     in_channels: int
     out_channels: int
     axes: list[Axis]
+    ordinary: bool = False
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            axis.ordinary = self.ordinary
+            axis.make_legal()
 
     def shrink(self, *, keep_input: bool = False) -> None:
         """Cut down what is drawn until it is cheap; ``keep_input`` leaves the input's shape alone."""
@@ -339,7 +349,7 @@ class Conv:
             elif not keep_input and longest.extent > 1:
                 longest.extent -= 1
             else:
-                self.axes = [Axis(axis.extent, 1, 1, 1, 0, 0) for axis in self.axes]
+                self.axes = [Axis(axis.extent, 1, 1, 1, 0, 0, self.ordinary) for axis in self.axes]
                 return
             for axis in self.axes:
                 axis.make_legal()
@@ -354,16 +364,19 @@ class Conv:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return (self.in_channels, self.out_channels // self.groups, *(axis.kernel for axis in self.axes))
+        channels = (self.in_channels, self.out_channels // self.groups)
+        if self.ordinary:
+            channels = (self.out_channels, self.in_channels // self.groups)
+        return (*channels, *(axis.kernel for axis in self.axes))
 
     def step(self, weight: str, bias: str | None) -> dict[str, Any]:
         """The pipeline's step."""
-        fields = {
-            name: [getattr(axis, name) for axis in self.axes]
-            for name in ("stride", "padding", "output_padding", "dilation")
-        }
+        names = ("dilation",) if self.ordinary else ("stride", "padding", "output_padding", "dilation")
+        fields = {name: [getattr(axis, name) for axis in self.axes] for name in names}
+        if self.ordinary:
+            fields["padding"] = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in self.axes]
         return {
-            "op": "conv_transpose3d",
+            "op": "conv3d" if self.ordinary else "conv_transpose3d",
             "weight": weight,
             **({} if bias is None else {"bias": bias}),
             **fields,
@@ -382,6 +395,7 @@ def convs(draw: st.DrawFn, batches: Sequence[int] = (1, 2, 3)) -> Conv:
         in_channels,
         out_channels,
         [draw(axes(depth)), draw(axes(height)), draw(axes(width))],
+        draw(st.integers(0, 3)) == 0,
     )
     conv.shrink()
     return conv
@@ -413,7 +427,7 @@ NORMS = ("group_norm", "instance_norm", "batch_norm")
 OVER_AXES = ("layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "max", "min", "log_sum_exp")
 #: What makes NaN or overflows on numbers of any size and sign: tests of their own draw numbers that fit.
 SENSITIVE = ("divide", "exp", "log", "sqrt", "reciprocal", "product")
-assert {"conv_transpose3d", *POINTWISE, *POOLS, *NORMS, *OVER_AXES, *SENSITIVE} == set(VOCABULARY)
+assert {"conv_transpose3d", "conv3d", *POINTWISE, *POOLS, *NORMS, *OVER_AXES, *SENSITIVE} == set(VOCABULARY)
 
 NUMBERS = st.sampled_from((-1.75, -0.5, -0.0, 0.25, 1.0, 1.5, 2.0))
 
@@ -486,9 +500,10 @@ def _affine(draw: st.DrawFn, pipeline: Pipeline) -> dict[str, Any]:
 def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
     shape, step = pipeline.shape, {"op": op}
     name = draw(st.integers(0, 2)) == 0
-    if op == "conv_transpose3d":
+    if op in ("conv3d", "conv_transpose3d"):
         groups, in_channels, out_channels = draw(channel_counts(shape[1]))
-        conv = Conv(shape[0], groups, in_channels, out_channels, [draw(axes(0, n)) for n in shape[2:]])
+        drawn = [draw(axes(0, n)) for n in shape[2:]]
+        conv = Conv(shape[0], groups, in_channels, out_channels, drawn, op == "conv3d")
         conv.shrink(keep_input=True)
         bias = pipeline.tensor((conv.out_channels,)) if draw(st.booleans()) else None
         step = conv.step(pipeline.tensor(conv.weight_shape), bias)
@@ -545,9 +560,10 @@ def pipelines(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recip
     pipeline.results["x"] = conv.input_shape
     before = [draw(_OPS) for _ in range(draw(st.sampled_from((0, 0, 1, 2))))]
     behind = [draw(_OPS) for _ in range(draw(st.integers(0, 5)))]
-    ops = [*before, "conv_transpose3d", *behind]
+    kinds = st.sampled_from(("conv_transpose3d", "conv_transpose3d", "conv3d"))
+    ops = [*before, draw(kinds), *behind]
     if draw(st.integers(0, 3)) == 0:
-        ops.insert(draw(st.integers(0, len(ops))), "conv_transpose3d")
+        ops.insert(draw(st.integers(0, len(ops))), draw(kinds))
     for op in ops:
         _add_step(draw, pipeline, op)
     return Recipe(pipeline.shapes, pipeline.steps, draw(dtypes))

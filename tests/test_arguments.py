@@ -16,12 +16,11 @@ from dispatcher.errors import DtypeError, GeometryError, InputError
 from dispatcher.problem.arguments import (
     IncompleteError,
     bind_arguments,
-    check_output,
-    host_tensor,
     parse_assignments,
     shorthands,
     sort_arguments,
 )
+from dispatcher.problem.arrays import check_output, host_tensor
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
 

@@ -15,18 +15,21 @@ import numpy as np
 import pytest
 from conftest import REQUIRED
 
+from dispatcher.device import machine
 from dispatcher.device.selection import backend_devices
 from dispatcher.interface import Timings
 from dispatcher.ops.geometry import GeometryError
 from dispatcher.problem.operator import bind
+from dispatcher.timing import contenders as timing_contenders
+from dispatcher.timing import rounds, sampling
 from dispatcher.timing.peers import Peer, PeerCall
+from dispatcher.timing.sampling import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import cpu_peers, measure, sweep  # noqa: E402
-from bench.measure import Sample  # noqa: E402
+from bench import common, compare_checkouts, cpu_peers, sweep  # noqa: E402
 
 SMALL = [
     f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()
@@ -44,33 +47,40 @@ def test_a_summary_takes_the_quiet_samples_only() -> None:
         Sample(0.1, before=60.0, after=100.0),
         Sample(99.0, before=100.0, after=60.0),
     ]
-    found = measure.summarise(samples, threshold=70.0)
-    assert (found.median_s, found.low_s, found.high_s, found.min_s) == (3.0, 2.0, 4.0, 1.0)
-    assert (found.kept, found.dropped, found.noisy) == (5, 2, False)
+    found = sampling.quiet_times(samples, threshold=70.0)
+    assert (found.median_s, found.quartiles_s, found.min_s) == (3.0, (2.0, 4.0), 1.0)
+    assert (len(found.seconds), found.dropped, found.noisy) == (5, 2, False)
+    result = {"samples": common.sample_lists(samples)}
+    assert common.add_statistics(result, 70.0) == found
+    written = {name: result[name] for name in ("low_s", "high_s", "kept", "dropped", "noisy")}
+    assert written == {"low_s": 2.0, "high_s": 4.0, "kept": 5, "dropped": 2, "noisy": False}
 
 
 def test_a_summary_without_a_quiet_sample_says_so() -> None:
-    found = measure.summarise(samples_of(1.0, 2.0, 6.0, before=10.0), threshold=70.0)
-    assert (found.median_s, found.kept, found.dropped, found.noisy) == (2.0, 0, 3, True)
+    found = sampling.quiet_times(samples_of(1.0, 2.0, 6.0, before=10.0), threshold=70.0)
+    assert (found.median_s, found.dropped, found.noisy) == (2.0, 3, True)
+    result: dict[str, Any] = {"samples": [[1.0, 10.0, 10.0]]}
+    common.add_statistics(result, 70.0)
+    assert (result["kept"], result["dropped"], result["noisy"]) == (0, 1, True)
     with pytest.raises(ValueError, match="no samples"):
-        measure.summarise([], threshold=70.0)
+        sampling.quiet_times([], threshold=70.0)
 
 
 def test_a_ratio_is_that_of_the_medians_and_its_spread_that_of_the_quartiles() -> None:
-    peer = measure.summarise(samples_of(8.0, 10.0, 12.0, 10.0, 1000.0), 0.0)
-    ours = measure.summarise(samples_of(1.0, 2.0, 3.0, 2.0, 100.0), 0.0)
-    found = measure.ratio(peer, ours)
+    peer = sampling.quiet_times(samples_of(8.0, 10.0, 12.0, 10.0, 1000.0), 0.0)
+    ours = sampling.quiet_times(samples_of(1.0, 2.0, 3.0, 2.0, 100.0), 0.0)
+    found = sampling.ratio(peer, ours)
     assert found.value == peer.median_s / ours.median_s == 5.0
-    assert found.low == peer.low_s / ours.high_s == 10.0 / 3.0
-    assert found.high == peer.high_s / ours.low_s == 12.0 / 2.0
+    assert found.low == peer.quartiles_s[0] / ours.quartiles_s[1] == 10.0 / 3.0
+    assert found.high == peer.quartiles_s[1] / ours.quartiles_s[0] == 12.0 / 2.0
     assert not found.noisy
-    noisy = measure.summarise(samples_of(1.0, before=1.0), 70.0)
-    assert measure.ratio(peer, noisy).noisy and measure.ratio(noisy, ours).noisy
+    noisy = sampling.quiet_times(samples_of(1.0, before=1.0), 70.0)
+    assert sampling.ratio(peer, noisy).noisy and sampling.ratio(noisy, ours).noisy
 
 
 def test_a_limit_is_a_share_or_a_rate() -> None:
-    assert measure.threshold_gflops(0.5, 200.0) == 100.0
-    assert measure.threshold_gflops(160.0, 200.0) == 160.0
+    assert rounds.threshold_gflops(0.5, 200.0) == 100.0
+    assert rounds.threshold_gflops(160.0, 200.0) == 160.0
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -85,21 +95,22 @@ class ScriptedProbe:
         return next(self._rates, 100.0)
 
 
-def sample(calls: dict[str, Callable[[], Any]], probe: measure.Probe, repeats: int) -> measure.Sampling:
-    return measure.interleave(calls, probe, repeats=repeats, limit=0.7, settle_s=0.0)
+def sample(calls: dict[str, Callable[[], Any]], probe: rounds.Probe, repeats: int) -> rounds.Sampling:
+    timed = {name: rounds.timed(call) for name, call in calls.items()}
+    return rounds.sample_beside(probe, 0.7, timed, repeats, pause_s=0.0)
 
 
 def test_slow_samples_are_repeated_and_counted() -> None:
-    sampling = sample({"one": int}, ScriptedProbe(100.0, 30.0, 30.0, 100.0), repeats=3)
-    assert [each.quiet(70.0) for each in sampling.samples["one"]] == [False, False, True, True, True]
-    found = measure.summarise(sampling.samples["one"], 70.0)
-    assert (found.kept, found.dropped) == (3, 2)
+    found = sample({"one": int}, ScriptedProbe(100.0, 30.0, 30.0, 100.0), repeats=3)
+    assert [each.quiet(70.0) for each in found.samples["one"]] == [False, False, True, True, True]
+    times = sampling.quiet_times(found.samples["one"], 70.0)
+    assert (len(times.seconds), times.dropped) == (3, 2)
 
 
 def test_sampling_ends_on_a_machine_that_never_is_quiet() -> None:
-    sampling = sample({"one": int, "two": int}, ScriptedProbe(*[1.0] * 1000), repeats=2)
-    counts = {name: len(samples) for name, samples in sampling.samples.items()}
-    assert counts == {"one": 2 * measure.ROUNDS_PER_REPEAT, "two": 2 * measure.ROUNDS_PER_REPEAT}
+    found = sample({"one": int, "two": int}, ScriptedProbe(*[1.0] * 1000), repeats=2)
+    counts = {name: len(samples) for name, samples in found.samples.items()}
+    assert counts == {"one": 2 * rounds.ROUNDS_PER_REPEAT, "two": 2 * rounds.ROUNDS_PER_REPEAT}
 
 
 def test_contenders_take_turns() -> None:
@@ -114,26 +125,26 @@ def test_a_contender_that_fails_in_the_middle_is_kept_with_its_reason() -> None:
     def fails() -> None:
         raise MemoryError("no memory\nmore")
 
-    sampling = sample({"good": int, "bad": fails}, ScriptedProbe(), repeats=2)
-    assert sampling.failures == {"bad": "MemoryError: no memory"}
-    assert len(sampling.samples["good"]) == 2
-    assert not sampling.samples["bad"]
+    found = sample({"good": int, "bad": fails}, ScriptedProbe(), repeats=2)
+    assert found.failures == {"bad": "MemoryError: no memory"}
+    assert len(found.samples["good"]) == 2
+    assert not found.samples["bad"]
 
 
 def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "PROBE_PAUSE_S", 0.0)
+    monkeypatch.setattr(rounds, "PROBE_PAUSE_S", 0.0)
     rates = iter([30.0, 50.0, 90.0])
-    probe = measure.FmaProbe(best=100.0, _run=lambda: next(rates))
+    probe = rounds.Probe(best=100.0, _run=lambda: next(rates))
     assert probe.read(0.7) == 90.0
-    slow = measure.FmaProbe(best=100.0, _run=lambda: 30.0)
+    slow = rounds.Probe(best=100.0, _run=lambda: 30.0)
     assert slow.read(0.7) == 30.0
-    assert measure.FmaProbe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
+    assert rounds.Probe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
 
 
 def test_a_busy_machine_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "foreign_load", lambda: float(measure.cores()))
+    monkeypatch.setattr(common, "foreign_load", lambda: float(machine.cores()))
     for program in (cpu_peers, sweep):
         with pytest.raises(SystemExit) as caught:
             program.main([])
@@ -177,12 +188,14 @@ def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPa
         "wrong": wrong_peer,
         "unwritten": unwritten_peer,
     }
-    monkeypatch.setattr(cpu_peers, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()})
+    monkeypatch.setattr(
+        timing_contenders, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()}
+    )
     contenders = [cpu_peers.Contender(name, name) for name in made]
     sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
     operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
     settings = argparse.Namespace(repeats=2, quiet_limit=0.7)
-    case = cpu_peers.race(operator, "a case", contenders, ScriptedProbe(), settings)  # type: ignore[arg-type]
+    case = cpu_peers.race(operator, "a case", contenders, ScriptedProbe(), settings)
     assert case["verified_images"] == [0, 2, 4]
     assert set(case["results"]) == {"right"}
     assert case["results"]["right"]["error_over_bound"] <= 1.0
@@ -250,7 +263,7 @@ def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any
     assert report["schema"] == 1 and report["program"] == output.stem
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
     assert report["busy"] is None or "cores busy" in report["busy"]
-    assert report["machine"]["cores"] == measure.cores()
+    assert report["machine"]["cores"] == machine.cores()
     assert {"python", "numpy", "pyopencl", "kernel-dispatcher"} <= set(report["versions"])
     assert report["probe"]["peak_gflops"] > 0 and report["probe"]["copy_gbytes_per_s"] > 0
     return report, done.stdout
@@ -294,7 +307,7 @@ def test_cpu_peers_runs(peers_run: tuple[Path, dict[str, Any], str]) -> None:
 
 
 def _installed(name: str) -> bool:
-    return len(measure.versions([name])) > 1
+    return len(machine.versions([name])) > 1
 
 
 def check_statistics(report: dict[str, Any], entry: dict[str, Any]) -> None:
@@ -302,7 +315,7 @@ def check_statistics(report: dict[str, Any], entry: dict[str, Any]) -> None:
     threshold = report["probe"]["threshold_gflops"]
     summaries = {}
     for name, result in entry["results"].items():
-        summaries[name] = measure.summarise([Sample(*each) for each in result["samples"]], threshold)
+        summaries[name] = sampling.quiet_times([Sample(*each) for each in result["samples"]], threshold)
         assert result["median_s"] == summaries[name].median_s
         assert result["gflops"] == pytest.approx(entry["flops"] / summaries[name].median_s / 1e9)
     mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
@@ -337,10 +350,10 @@ def test_cpu_peers_writes_the_table_between_the_markers(peers_run: tuple[Path, d
 
 def test_a_table_says_what_not_to_trust() -> None:
     result = {"kept": 0, "dropped": 3, "noisy": True}
-    assert measure.drop_note({"busy": None}, [{**result, "noisy": False, "kept": 5}]) == (
+    assert common.drop_note({"busy": None}, [{**result, "noisy": False, "kept": 5}]) == (
         "3 of 8 samples were dropped, since the machine was slow beside them."
     )
-    note = measure.drop_note({"busy": "the load average is 9"}, [result])
+    note = common.drop_note({"busy": "the load average is 9"}, [result])
     assert "`~`" in note and "Take no figure from here" in note and "the load average is 9" in note
 
 
@@ -375,6 +388,82 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         assert split["backend"] == pytest.approx(split["backend_kernels"] + split["backend_host"])
 
 
+@pytest.fixture(scope="module")
+def comparison(opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """This checkout against itself, on a bundled problem and on a problem file."""
+    folder = tmp_path_factory.mktemp("compare")
+    bundled = "conv-transpose3d-layernorm-gelu-scaling"
+    text = (ROOT / "problems" / f"{bundled}.yaml").read_text(encoding="utf-8")
+    (folder / "other.yaml").write_text(text.replace(f"name: {bundled}", "name: other"), encoding="utf-8")
+    return run_program(
+        "compare_checkouts.py",
+        folder / "compare_checkouts.json",
+        *(str(ROOT), str(ROOT), "--batch", "2", "--problems", bundled, str(folder / "other.yaml")),
+        *(part for text in SMALL for part in ("--set", text)),
+    )
+
+
+def test_two_checkouts_are_compared(comparison: tuple[dict[str, Any], str]) -> None:
+    report, text = comparison
+    assert set(report["checkouts"]) == {"old", "new"}
+    assert {case["problem"] for case in report["cases"]} == {
+        "conv-transpose3d-layernorm-gelu-scaling",
+        "other",
+    }
+    for case in report["cases"]:
+        assert case["failures"] == {} and case["batch"] == 2
+        assert f"`{case['problem']}`, batch 2" in text
+        for result in case["results"].values():
+            assert result["error_over_bound"] <= 1.0 and result["launches"]
+            assert len(result["kernel_seconds"]) == len(result["samples"]) == result["kept"] == 1
+        for what in ("wall", "kernel"):
+            found = case["differences"][what]
+            assert found["ratio"]["value"] == found["new_s"] / found["old_s"]
+            assert found["verdict"] == "too few samples"
+
+
+def test_a_checkout_with_a_wrong_result_is_named(
+    opencl_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "dispatcher"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"""
+import importlib.machinery, importlib.util, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location(
+    "dispatcher", {str(ROOT / "dispatcher" / "__init__.py")!r},
+    submodule_search_locations=[{str(ROOT / "dispatcher")!r}],
+)
+real = importlib.util.module_from_spec(spec)
+sys.modules["dispatcher"] = real
+spec.loader.exec_module(real)
+real.__file__ = {str(package / "__init__.py")!r}
+from dispatcher.call.compiled import PreparedCall
+right = PreparedCall.__call__
+def wrong(self, output=None, timings=None):
+    result = right(self, output, timings)
+    result *= np.float32(1.01)
+    return result
+PreparedCall.__call__ = wrong
+""",
+        encoding="utf-8",
+    )
+    arguments = [str(ROOT), str(tmp_path), "--problems", "conv-transpose3d-max-max-sum", "--force"]
+    arguments += ["--repeats", "1", "--quiet-limit", "0.01", "--output", str(tmp_path / "found.json")]
+    sets = [part for text in SMALL for part in ("--set", text)]
+    assert compare_checkouts.main([*arguments, *sets]) == 1
+    report = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    for case in report["cases"]:
+        assert set(case["results"]) == {"old"} and case["differences"] == {}
+        assert "wrong result on the new checkout" in case["failures"]["new"]
+    assert "wrong result on the new checkout" in capsys.readouterr().out
+    (package / "__init__.py").unlink()
+    package.rmdir()
+    assert compare_checkouts.main([*arguments, *sets]) == 2
+    assert "is no checkout" in capsys.readouterr().err
+
+
 # ---- README ------------------------------------------------------------------------------------------------
 def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -384,13 +473,13 @@ def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
         assert (ROOT / name).with_suffix(".png").is_file()
     else:
         assert not readme[first:end].partition("-->")[2].strip(), "a table without the name of its results"
-        found = sorted(measure.RESULTS.glob("cpu_peers-*.json"))
+        found = sorted(common.RESULTS.glob("cpu_peers-*.json"))
         assert not found, "results without a table: python bench/cpu_peers.py --table --from FILE"
 
 
 def test_bench_s_readme_knows_every_program_and_field(peers_run: tuple[Path, dict[str, Any], str]) -> None:
     text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
-    for program in ("cpu_peers.py", "sweep.py", "overhead.py"):
+    for program in sorted(path.name for path in (ROOT / "bench").glob("*.py")):
         assert f"`{program}`" in text
     report = peers_run[1]
     case = report["cases"][0]

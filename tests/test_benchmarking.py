@@ -28,10 +28,13 @@ from dispatcher.check.verifying import call_on
 from dispatcher.device import machine
 from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device, Measurable, Roofline, Timings
+from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.loader import load_problem
 from dispatcher.registry import backend
-from dispatcher.timing import differences, peers, racing, sampling
+from dispatcher.timing import contenders, differences, peers, racing, rounds, sampling
 from dispatcher.timing.peers import Peer, PeerCall
-from dispatcher.timing.racing import Race, race
+from dispatcher.timing.racing import Rules
+from dispatcher.timing.results import Race
 from dispatcher.timing.sampling import Times, bootstrap_ratio, resampled_medians
 
 foreign_cores = machine.LoadMeter.foreign_cores  # before the fixture of conftest.py replaces it
@@ -86,9 +89,23 @@ def fake(install_backends: Install) -> FakeBackend:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between contenders, and a small buffer to empty the caches with."""
-    monkeypatch.setattr(racing, "SETTLE_S", 0.0)
+    monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
     monkeypatch.setattr(sampling, "last_level_cache_bytes", lambda: 1 << 16)
-    monkeypatch.setattr(racing, "host_caches", cache(sampling.HostCaches))
+    monkeypatch.setattr(contenders, "host_caches", cache(sampling.HostCaches))
+
+
+def race(
+    problem: Any,
+    devices: list[str | Device | None],
+    *,
+    against: str | list[str] = (),  # type: ignore[assignment]
+    dtype: str | None = None,
+    **given: Any,
+) -> Race:
+    """A race of a problem's case `sample`; ``given`` are rules, or sizes and scalars."""
+    rules = {name: given.pop(name) for name in list(given) if name in Rules.__dataclass_fields__}
+    operator = bind_numbers(load_problem(problem), given, "time", case="sample", dtype=dtype)
+    return racing.race(operator, devices, Rules(**rules), against=against)
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -365,8 +382,8 @@ def test_no_clock_makes_an_impossible_rate(
     install_backends(Clocked())
     clock = types.SimpleNamespace(perf_counter=broken_clock(kind), sleep=time.sleep,
                                   get_clock_info=time.get_clock_info)  # fmt: skip
-    monkeypatch.setattr(racing, "time", clock)
-    monkeypatch.setattr(sampling, "time", clock)
+    for module in (contenders, racing, rounds, sampling):
+        monkeypatch.setattr(module, "time", clock)
     code, out, _ = bench(capsys, CONV, MAXMAX, "--repeat", "2", "--json")
     assert code == 0
     report = json.loads(out, parse_constant=pytest.fail)
@@ -499,14 +516,14 @@ def some_peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Peers that are right, slow, wrong, changing and unable; gives what they were made with."""
     seen: list[Any] = []
     table = {
-        "right": Peer("Right", (), make_peer(lambda result: result, seen), gpu=True),
+        "right": Peer("Right", (), make_peer(lambda result: result, seen)),
         "slow": Peer("Slow", (), make_peer(slow)),
         "wrong": Peer("Wrong", (), make_peer(lambda result: result * np.float32(1.001))),
         "unable": Peer("Unable", (), unsupported),
         "missing": Peer("Missing", ("json", "no_such_module"), unsupported),
     }
     monkeypatch.setattr(peers, "PEERS", table)
-    monkeypatch.setattr(racing, "PEERS", table)
+    monkeypatch.setattr(contenders, "PEERS", table)
     return seen
 
 
@@ -1023,7 +1040,7 @@ def test_what_bench_writes_can_be_compared_though_a_problem_was_named_twice(
 
 
 def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
-    from dispatcher.timing.differences import _judge
+    from dispatcher.timing.differences import judge
 
     generator = np.random.default_rng(1)
 
@@ -1031,9 +1048,9 @@ def test_the_test_seldom_finds_what_is_not_there_and_finds_what_is() -> None:
         noise = generator.lognormal(0.0, 0.03, 15) + (generator.random(15) < 0.1) * 0.5
         return Times(tuple(scale * noise))
 
-    same = [_judge(("p", "d"), "warm wall", draw(1.0), draw(1.0)).verdict for _ in range(100)]
+    same = [judge(("p", "d"), "warm wall", draw(1.0), draw(1.0)).verdict for _ in range(100)]
     assert sum(verdict != "within the noise" for verdict in same) <= 2
-    slower = [_judge(("p", "d"), "warm wall", draw(1.0), draw(1.2)).verdict for _ in range(50)]
+    slower = [judge(("p", "d"), "warm wall", draw(1.0), draw(1.2)).verdict for _ in range(50)]
     assert slower.count("slower") >= 35
     low, high = bootstrap_ratio(Times((2.0,) * 9), Times((1.0,) * 9), 0.99)
     assert low == high == 2.0

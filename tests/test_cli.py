@@ -20,7 +20,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 import dispatcher
 from dispatcher import cli
 from dispatcher.device import diagnosis
-from dispatcher.errors import BuildError
+from dispatcher.errors import BuildError, VerificationError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -269,6 +269,18 @@ def test_the_same_seed_gives_the_same_bytes_everywhere(tmp_path: Path) -> None:
     assert first == second != other
 
 
+@pytest.mark.parametrize("command", ["run", "explain", "verify", "bench"])
+def test_an_operator_is_bound_once(run: Any, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    from dispatcher.problem import arguments
+
+    bound: list[Any] = []
+    bind = arguments.bind
+    monkeypatch.setattr(arguments, "bind", lambda *args, **more: bound.append(args) or bind(*args, **more))
+    more = ["--repeat", "1", "--force"] if command == "bench" else []
+    assert run(command, CONV, "--device", "numpy", *more).code == 0
+    assert len(bound) == 1
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
@@ -435,7 +447,148 @@ def test_a_termination_exits_143_and_leaves_no_files(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+# ---- errors as JSON ----------------------------------------------------------------------------------------
+#: A command that fails, its exit code, and what the document calls the error.
+FAILURES = [
+    (["run", CONV, "--set", "stride=0"], 2, "input"),
+    (["run", CONV, "--case", "nope"], 2, "input"),
+    (["run", CONV, "--device"], 2, "usage"),
+    (["run", CONV, "--frobnicate"], 2, "usage"),
+    (["run"], 2, "usage"),
+    (["frobnicate"], 2, "usage"),
+    (["show", "nope"], 2, "input"),
+    (["bench", CONV, "--compare", "missing.json", "missing.json"], 2, "input"),
+    (["run", CONV, "--device", "99"], 3, "device"),
+    (["explain", CONV, "--device", "numpy:3"], 3, "device"),
+    (["verify", CONV, "--device", "vulkan"], 3, "device"),
+    (["tune", CONV, "--device", "numpy"], 3, "device"),
+    (["run", CONV, "--device", "bad"], 4, "kernel"),
+    (["explain", CONV, "--device", "bad"], 4, "kernel"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "kind"), FAILURES)
+def test_an_error_is_a_document_where_json_is_asked_for(
+    run: Any, install_backends: Install, arguments: list[str], code: int, kind: str
+) -> None:
+    install_backends(FakeBackend("bad", build_error=BuildError("kernel k did not build", log="line 1")))
+    ended = run(arguments[0], "--json", *arguments[1:])
+    (message,) = [line for line in ended.err.splitlines() if not line.startswith("note: ")]
+    error = {"kind": kind, "message": message.removeprefix("error: "), "exit_code": code}
+    name = None if arguments[0] == "frobnicate" else arguments[0]
+    assert ended.json == {"schema": 1, "command": name, "error": error}
+    assert ended.code == code and message.startswith("error: ")
+    words = run(*arguments)  # the same in words, but for the document
+    assert (words.code, words.out, words.err) == (code, "", ended.err)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "kind"),
+    [
+        (VerificationError("it is wrong"), 1, "verification"),
+        (MemoryError(), 4, "memory"),
+        (ZeroDivisionError("a bug"), 4, "unexpected"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+    ],
+)
+def test_whatever_happens_is_a_document(
+    run: Any, monkeypatch: pytest.MonkeyPatch, raised: Any, code: int, kind: str
+) -> None:
+    from dispatcher.problem import loader
+
+    def broken() -> Any:
+        if isinstance(raised, BaseException):
+            raise raised
+        os.kill(os.getpid(), raised)
+        time.sleep(10)
+
+    monkeypatch.setattr(loader, "problem_names", broken)
+    ended = run("problems", "--json")
+    assert (ended.code, ended.json["error"]["kind"], ended.json["error"]["exit_code"]) == (code, kind, code)
+    assert ended.err == f"error: {ended.json['error']['message']}\n"
+
+
+def test_a_result_that_is_wrong_is_one_document(run: Any, install_backends: Install) -> None:
+    install_backends(FakeBackend("bad", lambda operator, tensors: np.zeros(operator.output_shape, "f4")))
+    for command, key in (("run", "comparison"), ("verify", "results"), ("bench", "failures")):
+        ended = run(command, CONV, "--device", "bad", "--json")
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert "error" not in ended.json and key in ended.json
+
+
+def test_json_behind_a_double_dash_is_no_option(run: Any) -> None:
+    ended = run("show", "--", "--json")
+    assert (ended.code, ended.out) == (2, "")
+
+
+# ---- for people --------------------------------------------------------------------------------------------
+def in_a_terminal(columns: int, *arguments: str, **environment: str) -> str:
+    """What a command prints in a terminal of that many columns."""
+    leader, follower = os.openpty()
+    variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    variables |= {"TERM": "xterm-256color", "COLUMNS": str(columns), **environment}
+    command = [sys.executable, "-m", "dispatcher", *arguments]
+    process = subprocess.Popen(command, stdout=follower, stderr=subprocess.DEVNULL, cwd=ROOT, env=variables)
+    os.close(follower)
+    seen = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            seen += chunk
+    except OSError:  # how the end of a terminal shows on Linux
+        pass
+    os.close(leader)
+    assert process.wait() == 0
+    return seen.decode().replace("\r\n", "\n")
+
+
+PRINTING = [
+    ["devices"],
+    ["problems"],
+    ["show", SOFTMAX],
+    ["run", SOFTMAX, "--device", "numpy"],
+    ["explain", SOFTMAX, "--device", "numpy"],
+    ["verify", CONV, "--device", "numpy"],
+    ["bench", MAXMAX, "--device", "numpy", "--repeat", "1", "--force"],
+]
+
+
+@pytest.mark.parametrize("arguments", PRINTING, ids=[arguments[0] for arguments in PRINTING])
+def test_a_terminal_of_80_columns_is_enough(arguments: list[str]) -> None:
+    text = in_a_terminal(80, *arguments, NO_COLOR="1")
+    assert "\x1b" not in text and "…" not in text
+    for line in text.splitlines():  # a word that is longer than a line stands alone
+        assert len(line) <= 80 or len(line.split()) <= 2, line
+    if arguments[0] in ("problems", "verify"):
+        whole = [line.split()[0] for line in text.splitlines() if line.strip()]
+        assert "PROBLEM" in whole and CONV in whole
+
+
+def test_headings_are_bold_in_a_terminal_alone() -> None:
+    assert "\x1b[1m" in in_a_terminal(200, "problems")
+    assert "\x1b" not in spawn("problems", env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "40"}).stdout
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_it_is(run: Any, install_backends: Install) -> None:
+    reason = f"the library {'/a/long/folder' * 20}/libcuda.so.1 cannot be opened: {'so it is ' * 40}"
+    install_backends(FakeBackend("cuda", unavailable=reason.strip()))
+    for command in (["devices"], ["run", MAXMAX], ["explain", MAXMAX], ["doctor"]):
+        assert reason.strip() in run(*command).out
+
+
+def test_explain_is_narrow_but_for_reasons(run: Any) -> None:
+    assert max(map(len, run("explain", MAXMAX, "--device", "numpy").out.splitlines())) <= 100
+
+
 # ---- in a process of its own -------------------------------------------------------------------------------
+def test_the_package_is_the_command() -> None:
+    for arguments in (["--version"], ["show", CONV], ["run", CONV, "--set", "stride=0", "--json"]):
+        command = [sys.executable, "-m", "dispatcher", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        same = spawn(*arguments)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (same.returncode, same.stdout, same.stderr)
+
+
 def test_exit_codes_reach_the_shell() -> None:
     for arguments, code in (
         (["problems"], 0),

@@ -25,9 +25,9 @@ from dispatcher import run
 from dispatcher.backends.cuda import BACKEND, driver, toolkit
 from dispatcher.backends.cuda.driver import DeviceArray
 from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher.call import dlpack
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import Timings
+from dispatcher.problem import dlpack
 from dispatcher.problem.operator import Operator
 from tests.cuda_support import OnDevice, check, compiled, device, machine, poisoned, simulator_only
 from tests.cudasim.cache import cache_folder as simulator_cache

@@ -16,12 +16,12 @@ from fakes import CONV
 
 from dispatcher import cli
 from dispatcher.backends.cuda import toolkit, userkernel
-from dispatcher.check import judging
+from dispatcher.check import judging, kernelrun
 from dispatcher.check.judging import Judgement, verify_kernel
-from dispatcher.check.userkernel import Kind, UserKernel
 from dispatcher.device import selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
 from dispatcher.problem.loader import load_problem
+from dispatcher.problem.userkernel import Kind, UserKernel
 from tests import children, cudasim
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 
@@ -77,7 +77,7 @@ def _children_find_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children's functions are called here; what they report still goes through JSON."""
     monkeypatch.setattr(judging, "run_child", children.run_here)
-    monkeypatch.setattr(judging, "_dump_no_core", lambda: None)
+    monkeypatch.setattr(kernelrun, "_dump_no_core", lambda: None)
 
 
 @pytest.fixture

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import re
-import types
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Install
 from fakes import MAXMAX
 
 import dispatcher
 from dispatcher import cli
-from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.backends.numpy_ref import steps as reference_steps
+from dispatcher.interface import Device
+from dispatcher.ops import vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def python_blocks(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(name: str, kind: str) -> list[str]:
+    return re.findall(
+        rf"^```{kind}\n(.*?)^```$", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_the_readme_s_programs_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DISPATCHER_DEVICE", "numpy")
-    first, second = python_blocks("README.md")
+    first, second = blocks("README.md", "python")
     namespace: dict[str, Any] = {}
     exec(first, namespace)
     assert namespace["y"].shape == (2, 6, 13, 17, 21)
@@ -47,31 +54,92 @@ def test_the_readme_names_every_problem_and_command() -> None:
         assert f"dispatcher {command}" in text
 
 
-def scatter(x: np.ndarray, weight: np.ndarray, geometry: ConvGeometry, output: np.ndarray) -> None:
-    """A transposed convolution, one tap at a time."""
-    sizes = [axis.dilation * (axis.kernel - 1) + 1 + (axis.input - 1) * axis.stride for axis in geometry.axes]
-    whole = np.zeros((geometry.batch, geometry.out_channels, *(s + 99 for s in sizes)))
-    for tap in np.ndindex(*weight.shape[2:]):
-        places = tuple(
-            slice(k * axis.dilation, k * axis.dilation + (axis.input - 1) * axis.stride + 1, axis.stride)
-            for k, axis in zip(tap, geometry.axes, strict=True)
-        )
-        whole[(slice(None), slice(None), *places)] += np.einsum("ncdhw,co->nodhw", x, weight[(..., *tap)])
-    cut = (slice(axis.padding, axis.padding + axis.output) for axis in geometry.axes)
-    output[...] = whole[(slice(None), slice(None), *cut)]
+def test_targets_and_files_that_the_contributing_guide_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert (
+        {"run", "quick", "test", "check"}
+        <= set(re.findall(r"`make ([a-z]+)`", text)) | {"run"}
+        <= set(targets)
+    )
+    files = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"\b((?:tests|bench)/\w+\.py)\b", text)
+    assert len(files) > 8
+    for file in files:
+        assert (ROOT / file).is_file(), file
 
 
-def test_the_guide_s_backend_works(install_backends: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = python_blocks("docs/adding-a-backend.md")
-    library = types.SimpleNamespace(list_devices=lambda: ["One", "Two"], conv_transpose3d=scatter)
-    namespace: dict[str, Any] = {"my_library": library}
-    exec(program, namespace)
-    install_backends(namespace["BACKEND"])
+@pytest.fixture(scope="module")
+def taps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the backend of docs/adding-a-backend.md is installed, from the two files of the page."""
+    (program,), (project,) = (blocks("docs/adding-a-backend.md", kind) for kind in ("python", "toml"))
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
+    (source / "taps_backend.py").write_text(program, encoding="utf-8")
+    (source / "pyproject.toml").write_text(project, encoding="utf-8")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    subprocess.run([*pip, "--target", str(target), str(source)], check=True, cwd=source)
+    return target
+
+
+def test_the_guide_s_backend_works_as_its_page_says(
+    taps: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (commands,) = (block for block in blocks("docs/adding-a-backend.md", "") if "dispatcher verify" in block)
+    install, *others = commands.splitlines()
+    assert install == "pip install ."  # what the fixture did
+    paths = os.pathsep.join([str(taps), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path)}
+    printed = []
+    for command in others:
+        program, *words = shlex.split(command)
+        assert program == "dispatcher"
+        child = [sys.executable, "-m", "dispatcher.cli", *words]
+        subprocess.run(child, check=True, env=environment, cwd=tmp_path)
+        printed.append(capfd.readouterr().out)
+    devices, verified, explained = printed
+    assert re.search(r"^taps:0 .*NumPy, tap by tap", devices, re.MULTILINE)
+    assert re.search(r"taps:0 .*pass", verified)
+    assert "conv_transpose3d" in explained
+
+
+def test_the_guide_s_backend_runs_what_it_supports_and_says_what_not(
+    taps: Path, install_distributions: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_distributions(taps)
     conv = "conv-transpose-3d-asym-input-sq-kernel"
     for case in ("gaps", "dilated", "pointwise"):
-        assert cli.main(["run", conv, "--device", "mine:two", "--case", case]) == 0
+        assert cli.main(["run", conv, "--device", "taps:tap by tap", "--case", case]) == 0
     capsys.readouterr()
-    assert cli.main(["run", conv, "--device", "mine", "--case", "odd"]) == 3
+    assert cli.main(["run", conv, "--device", "taps", "--case", "odd"]) == 3
     assert "only convolutions without bias and groups" in capsys.readouterr().err
-    assert cli.main(["run", MAXMAX]) == 0
-    assert "skipped   mine:1" in capsys.readouterr().out
+    assert cli.main(["run", conv, "--device", "taps", "--case", "gaps", "--algorithm", "fma"]) == 2
+    assert "unknown to taps" in capsys.readouterr().err
+    assert cli.main(["run", MAXMAX, "--device", "taps,numpy"]) == 0
+    assert "skipped   taps:0" in capsys.readouterr().out
+
+
+def test_the_guide_s_steps_run_everywhere(backend_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that stand in the table and in the reference, and nowhere else."""
+    for table in (vocabulary.VOCABULARY, reference_steps.POINTWISE, reference_steps.REDUCTIONS):
+        for name in ("softshrink", "mean_square", "tanhshrink"):
+            monkeypatch.setitem(table, name, None)  # gone again when the test ends
+    program = "\n".join(blocks("docs/adding-a-step.md", "python"))
+    call = 'dispatcher.verify(problem, case="sample")'
+    assert call in program
+    namespace: dict[str, Any] = {}
+    exec(program.replace(call, f"{call[:-1]}, device={backend_device.id!r})"), namespace)
+    (result,) = namespace["results"]
+    assert result.device.id == backend_device.id
+    alone = {**namespace["problem"], "pipeline": ["softshrink", {"op": "mean_square", "axis": "spatial"}]}
+    alone["parameters"] = [p for p in alone["parameters"] if p["name"] not in ("w", "outs")]
+    alone["cases"] = {"sample": {"batch": 2, "ins": 4}}
+    (result,) = dispatcher.verify(alone, case="sample", device=backend_device.id)
+    assert result.outcome == "passed", result.reason

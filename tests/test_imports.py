@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -22,20 +23,43 @@ LIBRARY = [
     if not path.is_symlink() and not path.is_relative_to(ROOT / "dispatcher" / "backends")
 ]
 
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in LIBRARY
+    if path.name not in ("__init__.py", "__main__.py")
+}
+
+#: The rooms of the library: each may import itself and those before it.
+ROOMS = (
+    "errors",
+    "files",
+    "ops",
+    "problem",
+    "interface",
+    "registry",
+    "plan",
+    "device",
+    "call",
+    "check",
+    "timing",
+    "report",
+)
+
 #: What a backend may know of the dispatcher.
 INTERFACE = {
-    "dispatcher.call.dlpack",
-    "dispatcher.check.userkernel",
+    "dispatcher.problem.dlpack",
     "dispatcher.device.filecache",
     "dispatcher.errors",
     "dispatcher.interface",
     "dispatcher.ops.forms",
     "dispatcher.ops.geometry",
     "dispatcher.ops.steps",
+    "dispatcher.ops.vocabulary",
     "dispatcher.plan.groups",
     "dispatcher.plan.planner",
     "dispatcher.problem.model",
     "dispatcher.problem.operator",
+    "dispatcher.problem.userkernel",
     "dispatcher.timing.winners",
 }
 
@@ -48,6 +72,21 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             yield node.module or ""
+
+
+def modules_imported(path: Path) -> Iterator[str]:
+    """The library's modules that a file of it imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("dispatcher."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dispatcher":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                is_module = name in MODULES or (ROOT / name.replace(".", "/")).is_dir()
+                if (
+                    is_module or node.module != "dispatcher"
+                ):  # else a constant of the package, such as its version
+                    yield name if is_module else str(node.module)
 
 
 def loaded_by(code: str) -> set[str]:
@@ -76,12 +115,50 @@ def test_a_backend_imports_the_interface_and_itself(backend: str) -> None:
 
 def test_the_dispatcher_reaches_backends_lazily() -> None:
     for path in sorted(LIBRARY):
+        if path.name == "__main__.py":  # the command line itself
+            continue
         modules = set(imported(path))
-        assert not modules & {"dispatcher.cli", "typer"}, path
+        assert path.name == "__main__.py" or not modules & {"dispatcher.cli", "typer"}, path
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 text = ast.unparse(statement)
                 assert "backends" not in text, f"{path}: {text}"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_room_imports_itself_and_earlier_ones(name: str) -> None:
+    room = ROOMS.index(name.split(".")[1])
+    for module in modules_imported(MODULES[name]):
+        assert module.split(".")[1] in ROOMS[: room + 1], f"{name} imports {module}"
+
+
+def test_the_layout_guide_has_the_rooms_and_their_modules() -> None:
+    guide = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    assert ", ".join(f"`{room}`" for room in ROOMS) in guide
+    for room in (room for room in ROOMS if (ROOT / "dispatcher" / room).is_dir()):
+        (section,) = re.findall(rf"^`dispatcher/{room}/`.*?\n\n(.*?)\n\n", guide, re.MULTILINE | re.DOTALL)
+        listed = re.findall(r"^\| `(\w+)\.py`", section, re.MULTILINE)
+        assert sorted(listed) == sorted(name.split(".")[2] for name in MODULES if name.split(".")[1] == room)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: set(modules_imported(path)) for name, path in MODULES.items()}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+    assert set(graph) <= set(order)
+    assert order.index("dispatcher.errors") < order.index("dispatcher.check.verifying")
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_module_is_called_like_something_it_defines(name: str) -> None:
+    body = ast.parse(MODULES[name].read_text(encoding="utf-8")).body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert name.rsplit(".", maxsplit=1)[-1] not in defined
+
+
+def test_only_the_command_line_imports_the_report() -> None:
+    for path in sorted(LIBRARY):
+        if path.parent.name != "report":
+            assert not any(module.startswith("dispatcher.report") for module in imported(path)), path
 
 
 def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
@@ -99,7 +176,7 @@ def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
 
 def test_the_command_line_loads_only_what_it_needs() -> None:
     loaded = loaded_by("import dispatcher.cli")
-    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "numpy"}
+    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "numpy", "rich"}
 
 
 def test_numpy_alone_loads_no_gpu_library() -> None:

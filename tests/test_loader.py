@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 from dispatcher.errors import DispatcherError, InputError, ProblemFileError
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import Expression
-from dispatcher.problem.loader import (
-    MAX_DEPTH,
-    MAX_FILE_BYTES,
-    MAX_NODES,
-    RESERVED_NAMES,
-    load_problem,
-    problem_from_mapping,
-    problem_names,
-    read_yaml,
-)
+from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.schema import RESERVED_NAMES, problem_from_mapping
+from dispatcher.problem.yamlfile import MAX_DEPTH, MAX_FILE_BYTES, MAX_NODES, read_yaml
 
 VALID = """\
 name: tiny
@@ -884,3 +877,8 @@ def test_damaged_files_only_raise_our_errors(write: Any, position: int, inserted
 @given(st.binary(max_size=60))
 def test_random_bytes_only_raise_our_errors(write: Any, data: bytes) -> None:
     only_refuses(write(data))
+
+
+def test_what_cannot_be_printed_is_escaped() -> None:
+    error = ProblemFileError("a name with \u2028 and \n in it")
+    assert str(error) == "a name with \\u2028 and \\n in it"

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
-from dispatcher.problem.loader import load_problem, problem_from_mapping
+from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.schema import problem_from_mapping
 
 RUNTIMES = ("/usr/lib/oclgrind/liboclgrind-rt-icd.so", "/usr/lib/x86_64-linux-gnu/liboclgrind-rt-icd.so")
 ROOT = Path(__file__).parent.parent

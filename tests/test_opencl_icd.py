@@ -74,7 +74,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: list[str]) 
     result.system.mkdir()
     result.prefix_vendors.mkdir(parents=True)
     monkeypatch.setattr(icd, "DRIVER_LIBRARIES", ())
-    for variable in (*icd.USER_VARIABLES, icd.OWN_VARIABLE, icd.LISTED_VARIABLE):
+    for variable in (*icd.USER_VARIABLES, icd.OWN_VARIABLE, icd.LISTED_VARIABLE, icd.LEFT_OUT_VARIABLE):
         monkeypatch.setenv(variable, "")  # so that the value before the test is restored after it
         monkeypatch.delenv(variable)
     monkeypatch.setenv("XDG_CACHE_HOME", str(result.cache))

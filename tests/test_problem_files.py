@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from dispatcher.errors import ProblemFileError
-from dispatcher.ops.vocabulary import VOCABULARY, Field
+from dispatcher.ops.binding import Field
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.loader import load_problem, problem_names
 from dispatcher.problem.model import Problem

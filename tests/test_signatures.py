@@ -10,7 +10,7 @@ import pytest
 import dispatcher
 from dispatcher.errors import GeometryError
 from dispatcher.ops.geometry import MAX_PHASES, MAX_TAPS, AxisGeometry
-from dispatcher.problem.loader import INTERFACE_NAMES, SHORTHAND_NAMES
+from dispatcher.problem.schema import INTERFACE_NAMES, SHORTHAND_NAMES
 
 CALLS = (
     dispatcher.run,

@@ -15,8 +15,8 @@ from dispatcher import cli
 from dispatcher.check import verifying
 from dispatcher.check.inputs import INPUT_SETS
 from dispatcher.check.judging import Judgement
-from dispatcher.check.userkernel import UserKernel
 from dispatcher.errors import InputError, KernelError
+from dispatcher.problem.userkernel import UserKernel
 
 
 def one_percent_off(operator: Any, tensors: Any) -> np.ndarray:
@@ -273,9 +273,14 @@ def test_passed_and_a_short_repr(install_backends: Install) -> None:
     assert repr(judgement) == f"<Judgement of solution in mine.cl for {CONV} on wrong:0: wrong>"
 
 
-def test_one_set_needs_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_set_needs_no_table_of_sets(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, CONV, "--device", "numpy", "--inputs", "signed")
-    assert code == 0 and "LARGER OF BOTH" not in out and len(out.splitlines()) == 4
-    header, row = (line.split() for line in out.splitlines()[:2])
-    assert header[-4:] == ["SEED", "WORST", "AT", "RESULT"] or header[-1] == "REFERENCE"
+    assert code == 0 and "LARGER OF BOTH" not in out
+    outcomes, places, last = (part.splitlines() for part in out.split("\n\n"))
+    assert len(outcomes) == 2 and last == ["1 of 1 checks passed"]
+    row = outcomes[1].split()
     assert row[3] == "passed" and row[4] == "1"
+    assert places[0] == "THE WORST CHECK" and places[2] == CONV
+    assert places[1].split()[-4:] == ["WORST", "AT", "RESULT", "REFERENCE"]
+    assert places[3].split()[:3] == ["numpy", "signed", "0"]
+    assert max(map(len, out.splitlines())) <= 120

@@ -15,11 +15,11 @@ from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.sources import unknown
 from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.userkernel import load_kernel
-from dispatcher.check.userkernel import LoadedKernel, UserKernel
 from dispatcher.errors import DeviceError
-from dispatcher.interface import Device, Roofline
+from dispatcher.interface import Device, LoadedKernel, Roofline
 from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import UserKernel
 
 _LARGEST_EXTENT = 2**31 - 1
 
@@ -121,7 +121,7 @@ class CudaBackend:
         tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:

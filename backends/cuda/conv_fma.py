@@ -74,7 +74,7 @@ class Fma:
         )
         draft.pointers += [
             (("x",), program.value(convolution.source)),
-            (("w",), program.pack(convolution.weight.name, tables.order, False)),
+            (("w",), program.pack(convolution, tables.order, False)),
             (("phases",), program.table(tables.phases)),
             (("slots",), program.table(tables.slots)),
             (("terms",), program.table(tables.terms)),

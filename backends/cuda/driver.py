@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.cuda import toolkit
-from dispatcher.call.dlpack import KDL_CUDA, capsule
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.problem.dlpack import KDL_CUDA, capsule
 
 _ALIGNMENT = 256
 _PLAIN_SHARED_BYTES = 48 * 1024  # more has to be asked for

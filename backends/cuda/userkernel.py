@@ -17,8 +17,9 @@ import numpy as np
 
 from dispatcher.backends.cuda.driver import Context
 from dispatcher.backends.cuda.toolkit import KERNELS, Toolkit, run
-from dispatcher.check.userkernel import MARGIN, MARGIN_BYTES, Kind, LoadedKernel, UserKernel
 from dispatcher.errors import BuildError, DeviceMemoryError, InputError, KernelError
+from dispatcher.interface import MARGIN, MARGIN_BYTES, LoadedKernel
+from dispatcher.problem.userkernel import Kind, UserKernel
 
 #: How compilers call the lines behind the user's file.
 _BEHIND = "parameter list"
@@ -30,7 +31,7 @@ _AXES = "XYZ"
 
 
 def load_kernel(context: Context, compiler: Toolkit, kernel: UserKernel, scratch: Path) -> LoadedKernel:
-    """See :meth:`dispatcher.check.userkernel.KernelHost.load_kernel`."""
+    """See :meth:`dispatcher.interface.KernelHost.load_kernel`."""
     on_host = kernel.global_size is None
     is_kernel = is_global(kernel)
     if on_host and is_kernel:
@@ -141,7 +142,7 @@ class _OnDevice:
                 raise self._context.failure(what, error) from error
 
     def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.place`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.place`."""
         size = array.nbytes + 2 * MARGIN_BYTES
         with self._active(f"{name} of {size} bytes") as driver:
             if name not in self._blocks:
@@ -150,13 +151,13 @@ class _OnDevice:
             driver.memcpy_htod(self._address(name), np.ascontiguousarray(array))
 
     def poison(self, name: str) -> None:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.poison`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.poison`."""
         with self._active(f"filling {name}") as driver:
             driver.memset_d8(self._address(name), MARGIN, self._sizes[name])
             driver.Context.synchronize()
 
     def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.fetch`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.fetch`."""
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         with self._active(f"reading {name} back") as driver:
             driver.memcpy_dtoh(before, self._address(name) - MARGIN_BYTES)
@@ -169,7 +170,7 @@ class _OnDevice:
 
 
 class GlobalKernel(_OnDevice):
-    """A ``__global__`` kernel; see :class:`dispatcher.check.userkernel.LoadedKernel`."""
+    """A ``__global__`` kernel; see :class:`dispatcher.interface.LoadedKernel`."""
 
     def __init__(self, context: Context, kernel: UserKernel, cubin: Path) -> None:
         super().__init__(context, kernel)
@@ -211,7 +212,7 @@ class GlobalKernel(_OnDevice):
                     )
 
     def launch(self, numbers: Mapping[str, int | float]) -> float:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.launch`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.launch`."""
         arguments = [
             np.float64(numbers[name])
             if kind == "double"
@@ -234,7 +235,7 @@ def _symbol(image: bytes, entry: str) -> str:
 
 
 class HostFunction(_OnDevice):
-    """A function of the host that takes device pointers; see :class:`dispatcher.check.userkernel.LoadedKernel`."""
+    """A function of the host that takes device pointers; see :class:`dispatcher.interface.LoadedKernel`."""
 
     def __init__(self, context: Context, kernel: UserKernel, library: Path) -> None:
         super().__init__(context, kernel)
@@ -252,7 +253,7 @@ class HostFunction(_OnDevice):
             self._error.restype = ctypes.c_char_p
 
     def launch(self, numbers: Mapping[str, int | float]) -> None:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.launch`; only the host's clock can time it."""
+        """See :meth:`dispatcher.interface.LoadedKernel.launch`; only the host's clock can time it."""
         arguments = [
             numbers[name] if kind in ("size", "double") else self._address(name)
             for name, kind in self._kernel.parameters

@@ -21,11 +21,8 @@ from dispatcher.backends.numpy_ref.steps import Array, Progress, apply
 from dispatcher.errors import InputError
 from dispatcher.interface import Device, PlannedLaunch, Roofline, Tensors, Timings
 from dispatcher.ops.steps import (
-    Normalize,
     Pointwise,
-    Reduce,
     ScalarOperand,
-    Softmax,
     Step,
     TensorOperand,
     ValueOperand,
@@ -45,11 +42,6 @@ ROOFLINE_TRIES = 5
 T = TypeVar("T")
 
 
-def mixes_batch(operator: Operator) -> bool:
-    """Does some step combine elements of different batch items?"""
-    return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps)
-
-
 def largest_item(operator: Operator) -> int:
     """Elements that one batch item has in the largest value of the pipeline."""
     shapes = [operator.steps[0].input_shape, *(step.shape for step in operator.steps)]
@@ -59,7 +51,7 @@ def largest_item(operator: Operator) -> int:
 def chunks(operator: Operator) -> list[slice]:
     """The parts of the batch that are worked on one after another."""
     batch = operator.steps[0].input_shape[0]
-    if mixes_batch(operator):
+    if operator.mixes_batch:
         return [slice(0, batch)]
     items = max(1, CHUNK_ELEMENTS // largest_item(operator))
     return [slice(start, min(start + items, batch)) for start in range(0, batch, items)]
@@ -67,7 +59,7 @@ def chunks(operator: Operator) -> list[slice]:
 
 def output_chunk(operator: Operator, chunk: slice) -> slice:
     """The part of the result that ``chunk`` of the input's batch makes; all of it where items are mixed."""
-    return slice(0, operator.output_shape[0]) if mixes_batch(operator) else chunk
+    return slice(0, operator.output_shape[0]) if operator.mixes_batch else chunk
 
 
 def walk(

@@ -92,6 +92,43 @@ def conv_transpose3d(
     return y if bias is None else y + bias
 
 
+def conv3d(
+    step: ConvTranspose3d,
+    x: NDArray[Any],
+    weight: NDArray[Any],
+    bias: NDArray[Any] | None = None,
+    *,
+    advance: Progress | None = None,
+) -> NDArray[Any]:
+    """Ordinary convolution at stride 1 by its definition: ``y[o] = sum over k of weight[:, :, k] x[o + k*L - P]``.
+
+    The arguments are those of :func:`conv_transpose3d`, but weight is ``(OC, IC/groups, KD, KH, KW)``.
+    """
+    geometry = step.geometry
+    # The geometry is that of the equal transposed convolution, whose padding is L*(K - 1) - P.
+    dilation = [axis.dilation for axis in geometry.axes]
+    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
+    padded = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in padding)])
+    extents = geometry.output_shape[2:]
+    out_group, in_group = geometry.out_channels // geometry.groups, geometry.in_channels // geometry.groups
+    y = np.zeros((x.shape[0], *geometry.output_shape[1:]), x.dtype)
+    for tap in np.ndindex(*weight.shape[2:]):
+        d, h, w = (slice(k * gap, k * gap + o) for k, gap, o in zip(tap, dilation, extents, strict=True))
+        factors = weight[:, :, tap[0], tap[1], tap[2]]
+        for group in range(geometry.groups):
+            ins = slice(group * in_group, (group + 1) * in_group)
+            outs = slice(group * out_group, (group + 1) * out_group)
+            y[:, outs] += np.moveaxis(np.tensordot(factors[outs], padded[:, ins, d, h, w], (1, 1)), 0, 1)
+        if advance is not None:
+            advance(1.0 / geometry.kernel_volume)
+    return y if bias is None else y + bias
+
+
+def convolution(step: ConvTranspose3d, *arguments: Any, advance: Progress | None = None) -> NDArray[Any]:
+    """The convolution that ``step`` is, transposed or ordinary; the arguments are those of either."""
+    return (conv_transpose3d if step.transposed else conv3d)(step, *arguments, advance=advance)
+
+
 # ---- pointwise functions -----------------------------------------------------------------------------------
 # Chebyshev coefficients of (1 + sqrt(2) x) exp(x^2/2) erfc(x/sqrt(2)) in t = (x - 5)/(x + 5) for x >= 0,
 # computed with 60 digits. The form is that of Shepherd and Laframboise, "Chebyshev approximation of
@@ -312,7 +349,7 @@ def reduce(step: Reduce, x: Array) -> Array:
 # ---- the table ---------------------------------------------------------------------------------------------
 #: Class of a step to the function that computes it from the step, its source and its operands.
 TABLE: dict[type[Step], Callable[..., Array]] = {
-    ConvTranspose3d: conv_transpose3d,
+    ConvTranspose3d: convolution,
     Pointwise: pointwise,
     Normalize: normalize,
     Softmax: softmax,
@@ -331,5 +368,5 @@ def apply(step: Step, x: Array, operands: Sequence[Any], advance: Progress | Non
         advance: told, from time to time, which further fraction of a convolution is done.
     """
     if isinstance(step, ConvTranspose3d):
-        return conv_transpose3d(step, x, *operands, advance=advance)
+        return convolution(step, x, *operands, advance=advance)
     return TABLE[type(step)](step, x, *operands)

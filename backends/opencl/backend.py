@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
-from dispatcher.check.userkernel import LoadedKernel, UserKernel
-from dispatcher.errors import DeviceError
-from dispatcher.interface import Device, Executable, Roofline
+from dispatcher.errors import DeviceError, first_line
+from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import UserKernel
 
 __all__ = ["ALGORITHMS", "OpenClBackend"]
 
@@ -35,14 +36,16 @@ class OpenClBackend:
         except Exception as error:
             return [
                 self._missing(
-                    f"PyOpenCL cannot be imported: {_line(error)}; pip install 'kernel-dispatcher[cpu]'"
+                    f"PyOpenCL cannot be imported: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'"
                 )
             ]
         try:
             found = find_devices()
         except Exception as error:
             return [
-                self._missing(f"no OpenCL platform: {_line(error)}; pip install 'kernel-dispatcher[cpu]'")
+                self._missing(
+                    f"no OpenCL platform: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'"
+                )
             ]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
@@ -69,7 +72,7 @@ class OpenClBackend:
             return f"precision {operator.precision} exists on CUDA tensor cores only"
         if operator.dtype == "float64" and self._runtime(device).facts.vec_double == 0:
             return "the device has no double precision (cl_khr_fp64)"
-        return None
+        return next((reason for step in operator.steps if (reason := _no_form(step))), None)
 
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> Executable:
         from dispatcher.backends.opencl.executable import OpenClExecutable
@@ -81,7 +84,7 @@ class OpenClBackend:
         return OpenClExecutable(runtime, operator, parsed)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build a user's own kernel; see :class:`dispatcher.check.userkernel.KernelHost`."""
+        """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         runtime = self._runtime(device)
         from dispatcher.backends.opencl.userkernel import load_kernel
 
@@ -129,7 +132,7 @@ class OpenClBackend:
                     self._runtimes[device.index] = OpenClRuntime(found.platform, found.device)
                 except Exception as error:
                     raise DeviceError(
-                        f"{device.id} ({device.name}) cannot be opened: {_line(error)}"
+                        f"{device.id} ({device.name}) cannot be opened: {first_line(error)}"
                     ) from error
             return self._runtimes[device.index]
 
@@ -137,12 +140,16 @@ class OpenClBackend:
         return Device(self.name, 0, "no OpenCL device", "unknown", False, reason)
 
 
+def _no_form(step: Step) -> str | None:
+    """None when this backend has kernels for ``step``, else why not."""
+    if not isinstance(step, ConvTranspose3d | Pointwise | Normalize | Softmax | Pool | Reduce):
+        return f"backend opencl has no kernel for {step.op} ({type(step).__name__})"
+    if isinstance(step, Pool) and step.form.shifted:
+        return f"backend opencl has no pooling for {step.op}, whose maximum is subtracted first"
+    return None
+
+
 def _why_none() -> str:
     """PoCL's usual reason for having no device, where it is one here."""
     reason = unusable(cache_folder())
     return "" if reason is None else f": PoCL has none when {reason}; set {VARIABLE} to a folder that can be"
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, or its type's name."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

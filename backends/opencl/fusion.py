@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dispatcher.backends.opencl.render import POINTWISE, fusable_operand
+from dispatcher.backends.opencl.render import combinable, in_operands
 from dispatcher.backends.opencl.tiles import Fold, box_unit
+from dispatcher.ops.forms import ReductionForm
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
@@ -16,6 +17,7 @@ from dispatcher.ops.steps import (
     Step,
     ValueOperand,
 )
+from dispatcher.ops.vocabulary import MAXIMUM
 from dispatcher.problem.operator import Operator
 
 CHANNEL = (1,)
@@ -46,6 +48,7 @@ class Epilogue:
     tail: list[Pointwise] = field(default_factory=list)
     before: list[Stage] = field(default_factory=list)
     fold: Fold | None = None
+    fold_form: ReductionForm = MAXIMUM
     fold_tail: list[Pointwise] = field(default_factory=list)
     after: list[Stage] = field(default_factory=list)
 
@@ -62,7 +65,7 @@ def sort_epilogue(steps: tuple[Step, ...]) -> Epilogue:
             if result.fold is not None:
                 d, h, w = result.fold.window
                 window = (d * window[0], h * window[1], w * window[2])
-            result.fold = Fold(step.function, window)
+            result.fold, result.fold_form = Fold(step.function, window), step.form
             tail = result.fold_tail
         else:
             stage = Stage(step)
@@ -90,8 +93,8 @@ class LineFusion:
                 )
             case Softmax(axes=axes):
                 return None if axes == CHANNEL else "softmax needs sums beyond one voxel's channels"
-            case Reduce(axes=axes, function=function):
-                if axes != CHANNEL or function == "log_sum_exp":
+            case Reduce(axes=axes, form=form):
+                if axes != CHANNEL or form.shifted or not combinable(form.monoid):
                     return f"{step.op} reduces beyond one voxel's channels or needs two passes"
                 return None
             case Pool():
@@ -100,14 +103,14 @@ class LineFusion:
 
 
 def _pointwise_reason(step: Pointwise) -> str | None:
-    if step.function not in POINTWISE:
-        return f"{step.op} has no kernel expression"
-    if not all(fusable_operand(operand) for operand in step.arguments):
+    if not all(in_operands(operand) for operand in step.arguments):
         return f"{step.op} has an operand that varies along more than the channel axis"
     return None
 
 
 def _pool_reason(convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Pool) -> str | None:
+    if not step.form.plain or not combinable(step.form.monoid):
+        return f"{step.op} is not a plain reduction"
     earlier = [other for other in fused if isinstance(other, Pool)]
     if earlier and (fused[-1] is not earlier[-1] or earlier[-1].function != step.function):
         return "one pooling is folded already"

@@ -12,8 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dispatcher.backends.opencl.limits import Limits, power_above, power_below
-from dispatcher.backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
-from dispatcher.backends.opencl.steps import StepSource, preamble, run_block
+from dispatcher.backends.opencl.render import (
+    KernelOperands,
+    Site,
+    defines,
+    kernel_text,
+    reduction_defines,
+    section,
+    tail_macro,
+)
+from dispatcher.backends.opencl.steps import StepSource, run_block
 from dispatcher.ops.steps import Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
 Shared = Pool | Normalize | Softmax | Reduce
@@ -40,12 +48,14 @@ class Axis:
         stride: elements of the tensor from one place to the next.
         reduced: False when every place has a result of its own.
         channels: channels from one place to the next.
+        number: of the tensor's axis.
     """
 
     extent: int
     stride: int
     reduced: bool
     channels: int = 0
+    number: int = 1
 
 
 def axes_of(step: Shared) -> list[Axis]:
@@ -53,19 +63,21 @@ def axes_of(step: Shared) -> list[Axis]:
     n, c, d, h, w = step.input_shape
     volume = d * h * w
     if isinstance(step, Pool):
-        axes = [Axis(n, c * volume, False), Axis(c, volume, False, 1)]
-        for extent, window, stride in zip((d, h, w), step.window, (h * w, w, 1), strict=True):
-            axes += [Axis(extent // window, window * stride, False), Axis(window, stride, True)]
+        axes = [Axis(n, c * volume, False, number=0), Axis(c, volume, False, 1)]
+        for number, (extent, window) in enumerate(zip((d, h, w), step.window, strict=True), start=2):
+            stride = (h * w, w, 1)[number - 2]
+            axes += [Axis(extent // window, window * stride, False, number=number)]
+            axes += [Axis(window, stride, True, number=number)]
         return axes
     groups = step.groups if isinstance(step, Normalize) else 1
     batch, channel, depth, height, width = (axis in step.axes for axis in range(5))
     return [
-        Axis(n, c * volume, batch),
+        Axis(n, c * volume, batch, number=0),
         Axis(groups, c // groups * volume, channel and groups == 1, c // groups),
         Axis(c // groups, volume, channel, 1),
-        Axis(d, h * w, depth),
-        Axis(h, w, height),
-        Axis(w, 1, width),
+        Axis(d, h * w, depth, number=2),
+        Axis(h, w, height, number=3),
+        Axis(w, 1, width, number=4),
     ]
 
 
@@ -147,11 +159,11 @@ def lower_grouped(
 
     Args:
         step: a pool, or a step that reduces over axes.
-        riders: pointwise steps behind it whose operands are scalars or per-channel tensors.
+        riders: pointwise steps behind it.
         real: ``float`` or ``double``.
         limits: that a work-group has to keep to.
     """
-    layout = OperandLayout()
+    operands = KernelOperands()
     axes = axes_of(step)
     kept = [axis for axis in axes if not axis.reduced]
     reduced = [axis for axis in axes if axis.reduced]
@@ -171,6 +183,13 @@ def lower_grouped(
     def channel(part: Sequence[Axis], source: str) -> str:
         return _weighted(part, source, [axis.channels for axis in part], suffix)
 
+    def coordinate(number: int, part: Sequence[Axis], source: str) -> str:
+        return _weighted(part, source, [int(axis.number == number) for axis in part], suffix)
+
+    result_at = [coordinate(number, kept, "result") for number in range(5)]
+    result_at[1] = "RESULT_CHANNEL(result)"
+    at = [f"{result_at[number]} + {coordinate(number, reduced, 'i')}" for number in range(5)]
+    at[1] = "CHANNEL(result, i)"
     values: dict[str, object] = {
         "INDEX": "uint" if small else "ulong",
         "LANES": group.lanes,
@@ -190,19 +209,21 @@ def lower_grouped(
     affine, kernel = "", "softmax_group"
     if isinstance(step, Normalize):
         kernel = "normalize_group"
-        values["EPS"] = layout.place(ScalarOperand(step.eps))
-        affine = affine_of(layout, step)
+        values["EPS"] = operands.place(ScalarOperand(step.eps))
+        affine = operands.affine(step, at[1])
     elif isinstance(step, Reduce | Pool):
         kernel = "pool_group" if isinstance(step, Pool) else "reduce_group"
         values["KERNEL_NAME"] = kernel
-        function = step.function
-        values |= {f"REDUCE_{name.upper()}": function == name for name in ("mean", "max", "log_sum_exp")}
-    text = (
-        preamble(real, 1)
-        + defines(values)
-        + section("slices.cl")
-        + tail_macro("AFFINE", affine)
-        + tail_macro("TAIL", tail(layout, riders))
-        + section("group_reduction.cl")
+        values |= reduction_defines(step.form, "COUNT", "REDUCE") | {"REDUCE_SHIFTED": step.form.shifted}
+    whole = isinstance(step, Reduce | Pool)
+    site = Site(result_at[1], tuple(result_at)) if whole else Site(at[1], tuple(at))
+    tail = operands.tail(riders, site)
+    values["PARAMETERS"] = operands.parameters
+    parts = (
+        defines(values),
+        section("slices.cl"),
+        tail_macro("AFFINE", affine, "x"),
+        tail_macro("RESULT_TAIL" if whole else "TAIL", tail, "x"),
+        section("group_reduction.cl"),
     )
-    return StepSource(kernel, text, layout, (), results), group
+    return StepSource(kernel, kernel_text(real, 1, operands, *parts), operands, results), group

@@ -12,7 +12,7 @@ import pyopencl as cl
 from dispatcher.backends.opencl.fusion import riders
 from dispatcher.backends.opencl.grouped import Grouping, Shared, lower_grouped
 from dispatcher.backends.opencl.limits import Limits
-from dispatcher.backends.opencl.render import OperandLayout
+from dispatcher.backends.opencl.render import KernelOperands
 from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.steps import StepSource, lower_gather, lower_step
 from dispatcher.backends.opencl.tiles import round_up
@@ -77,7 +77,7 @@ class Launch(Protocol):
 class Operands:
     """The ``operands`` buffer of a launch: scalars, and per-channel tensors of the current call."""
 
-    def __init__(self, runtime: OpenClRuntime, layout: OperandLayout, real: np.dtype[Any]) -> None:
+    def __init__(self, runtime: OpenClRuntime, layout: KernelOperands, real: np.dtype[Any]) -> None:
         self._runtime, self._layout, self._real = runtime, layout, real
         self._remembered = Remembered()
         self._names = [operand.name for _, operand in layout.entries if isinstance(operand, TensorOperand)]
@@ -152,7 +152,8 @@ class StepLaunch:
         self.source, self.output = step.source, last + 1
         self.in_place = isinstance(step, Pointwise | Normalize | Softmax)
         self._operands = Operands(runtime, lowered.operands, real)
-        self._buffers = lowered.buffers
+        self._weight = step.weight.name if isinstance(step, ConvTranspose3d) else ""
+        self._buffers = lowered.operands.buffers
         self._count = lowered.count
         algorithm = "gather" if isinstance(step, ConvTranspose3d) else "step"
         ops = tuple(each.op for each in operator.steps[first : last + 1])
@@ -170,9 +171,8 @@ class StepLaunch:
             elif isinstance(operand, ValueOperand):
                 extra.append(call.values[operand.value])
         arguments = [call.values[self.source], self._operands.buffer, call.values[self.output]]
-        if self.planned.algorithm == "gather":
-            arguments = [arguments[0], *extra, *arguments[1:]]
-            extra = []
+        if self._weight:
+            arguments.insert(1, call.tensor_buffers[self._weight])
         self._kernel.set_args(*arguments, np.uint64(self._count), *extra)
         event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, (self._size,), (self._local,))
         call.events.append((self.planned.name, event))
@@ -185,7 +185,8 @@ class StepLaunch:
     @property
     def tensor_names(self) -> list[str]:
         """Tensors it reads as buffers of their own."""
-        return [operand.name for operand in self._buffers if isinstance(operand, TensorOperand)]
+        named = [operand.name for operand in self._buffers if isinstance(operand, TensorOperand)]
+        return [*named, self._weight] if self._weight else named
 
 
 def build_grouped(

@@ -5,6 +5,7 @@ It gives source text with its tables, packed weights, and sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,15 @@ import numpy as np
 from dispatcher.backends.opencl import tuned
 from dispatcher.backends.opencl.fusion import Epilogue
 from dispatcher.backends.opencl.options import Options, pair
-from dispatcher.backends.opencl.render import OperandLayout, defines, section, table, tail, tail_macro
+from dispatcher.backends.opencl.render import (
+    KernelOperands,
+    defines,
+    kernel_text,
+    reduction_defines,
+    section,
+    table,
+    tail_macro,
+)
 from dispatcher.backends.opencl.runtime import Facts, OpenClRuntime
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.tiles import (
@@ -59,7 +68,7 @@ class LinesSource:
 
     kernel: str
     text: str
-    operands: OperandLayout
+    operands: KernelOperands
     scratch: int
     items: int
 
@@ -194,22 +203,17 @@ def render(
         double: compute in double.
     """
     g, tile = layout.geometry, layout.tile
-    operands = OperandLayout(padding=tile.thread_c)
+    operands = KernelOperands(padding=tile.thread_c)
     width = g.width
     line = layout.line
-    prologue_text = tail(operands, prologue)
-    conv_text = tail(operands, [convolution, *epilogue.tail])
+    prologue_text = operands.tail(prologue)
+    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
     before, before_calls, channels = render_stages(
         LINE_STAGES, operands, epilogue.before, 1, g.out_channels, STAGE_RUN=width.stride * line
     )
     kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
-    values: dict[str, object] = {
-        "KERNEL_NAME": kernel,
-        "REAL": "double" if double else "float",
-        "REAL_IS_DOUBLE": double,
-        "VEC": tile.vec,
-    }
     tables: dict[str, object] = {
+        "KERNEL_NAME": kernel,
         "THREAD_C": tile.thread_c,
         "THREAD_W": tile.thread_w,
         "BOX_D": tile.box_d,
@@ -257,7 +261,6 @@ def render(
     fold, after, after_calls = "", "", ""
     if layout.fold is not None:
         window = layout.fold.window
-        maximum = layout.fold.function == "max"
         run = layout.fold_planes * layout.fold_line
         scratch += layout.pooled_size(channels)
         number = 1 + len(epilogue.before)
@@ -277,15 +280,10 @@ def render(
                     "FOLD_BOX_H": layout.fold_box[1],
                     "FOLD_ROW": layout.fold_row,
                     "FOLD_LINE": layout.fold_line,
-                    "FOLD_IDENTITY": "-INFINITY" if maximum else "R(0.0)",
-                    "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {window[0] * window[1] * window[2]})",
-                    "FOLD_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
-                    "FOLD_COMBINE_SCALAR(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))"
-                    if maximum
-                    else "((a) + (b))",
+                    **reduction_defines(epilogue.fold_form, f"{math.prod(window)}", "FOLD"),
                 }
             )
-            + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail)),
+            + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail)),
         )
         tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
     else:
@@ -306,21 +304,22 @@ def render(
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
     )
-    text = (
-        section("numeric.cl", defines(values))
-        + section("lanes.cl")
-        + defines(tables)
-        + tables_text
-        + tail_macro("PROLOGUE", prologue_text)
-        + tail_macro("CONV_TAIL", conv_text)
-        + before
-        + fold
-        + after
-        + f"#define STAGES_BEFORE_FOLD(line) do {{ {before_calls} }} while (0)\n"
-        + f"#define STAGES_AFTER_FOLD(line) do {{ {after_calls} }} while (0)\n"
-        + section("rows.cl")
-        + section("core_winograd.cl" if tile.winograd else "core_direct.cl")
-        + section(SOURCE)
+    text = kernel_text(
+        "double" if double else "float",
+        tile.vec,
+        operands,
+        defines(tables),
+        tables_text,
+        tail_macro("PROLOGUE", prologue_text),
+        tail_macro("CONV_TAIL", conv_text),
+        before,
+        fold,
+        after,
+        f"#define STAGES_BEFORE_FOLD(line) do {{ {before_calls} }} while (0)\n",
+        f"#define STAGES_AFTER_FOLD(line) do {{ {after_calls} }} while (0)\n",
+        section("rows.cl"),
+        section("core_winograd.cl" if tile.winograd else "core_direct.cl"),
+        section(SOURCE),
     )
     return LinesSource(kernel, text, operands, scratch, layout.boxes[0] * layout.boxes[1])
 

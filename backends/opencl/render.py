@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TypeGuard
 
+from dispatcher.ops.forms import Monoid, PointwiseForm, ReductionForm
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
     Operand,
     Pointwise,
     ScalarOperand,
-    Step,
     TensorOperand,
+    ValueOperand,
 )
-
-#: Kernel expression of each pointwise function; ``x`` is the value, ``a0`` and ``a1`` its arguments.
-POINTWISE: dict[str, str] = {
-    "add": "x + {0}",
-    "subtract": "x - {0}",
-    "scale": "x * {0}",
-    "clamp": "clamp_keep_nan(x, {0}, {1})",
-    "gelu": "gelu(x)",
-    "relu": "relu(x)",
-    "leaky_relu": "leaky_relu(x, SPLAT({0}))",
-    "sigmoid": "sigmoid(x)",
-    "tanh": "tanh(x)",
-    "silu": "silu(x)",
-    "softplus": "softplus(x)",
-    "hardswish": "hardswish(x)",
-}
 
 
 @cache
@@ -72,20 +61,57 @@ def section(file: str, prefix: str = "") -> str:
     return f'{prefix}#line 1 "{file}"\n' + "\n".join(lines) + "\n"
 
 
-class OperandLayout:
-    """Where each scalar and per-channel tensor of a launch lies in its ``operands`` buffer.
+@dataclass(frozen=True)
+class Site:
+    """A place in a kernel where pointwise steps work on ``x``: what the kernel calls what they need there.
+
+    Attributes:
+        channel: expression of the channel.
+        coordinates: expressions of batch item, channel, depth, height and width of ``x``, or of its first lane; none
+            where only the channel is known, so that no operand can vary along other axes.
+        left: expression of the elements that its row has from there on; empty where ``x`` is a single element.
+    """
+
+    channel: str = "c"
+    coordinates: tuple[str, ...] = ()
+    left: str = ""
+
+
+class KernelOperands:
+    """What the pointwise steps of a launch need: gathered while its source text is made.
 
     Args:
         padding: zeros behind every per-channel tensor, for vector code that runs past the last channel.
+
+    Attributes:
+        entries: offset of each scalar and per-channel tensor in the ``operands`` buffer, which is ``size`` long.
+        buffers: operands that are buffers of their own, the kernel's parameters ``a0``, ``a1``, ...
     """
 
     def __init__(self, padding: int = 0) -> None:
         self.padding = padding
         self.entries: list[tuple[int, Operand]] = []
         self.size = 1
+        self.buffers: list[Operand] = []
+        self._forms: dict[str, PointwiseForm] = {}
+
+    @property
+    def definitions(self) -> str:
+        """The functions of all forms that are used."""
+        return "".join(form.definition for form in self._forms.values())
+
+    @property
+    def parameters(self) -> str:
+        """Parameters of the kernel for its buffers, each behind a comma."""
+        return "".join(f", global const REAL *restrict a{i}" for i in range(len(self.buffers)))
+
+    @property
+    def arguments(self) -> str:
+        """The same for a call inside the kernel."""
+        return "".join(f", a{i}" for i in range(len(self.buffers)))
 
     def place(self, operand: Operand) -> int:
-        """Offset of ``operand``, in elements; the same operand gets one place."""
+        """Offset of a scalar or per-channel tensor, in elements; the same operand gets one place."""
         for offset, known in self.entries:
             if known == operand:
                 return offset
@@ -94,43 +120,124 @@ class OperandLayout:
         self.size += 1 if isinstance(operand, ScalarOperand) else operand.shape[1] + self.padding
         return offset
 
-    def expression(self, operand: Operand, channel: str) -> str:
-        """Kernel expression that reads ``operand`` at ``channel``."""
-        offset = self.place(operand)
-        if isinstance(operand, ScalarOperand) or operand.shape[1] == 1:
-            return f"operands[{offset}]"
-        return f"operands[{offset} + ({channel})]"
+    def expression(self, operand: Operand, site: Site) -> str:
+        """Kernel expression of ``operand`` at ``site``, a ``VALUE``."""
+        if in_operands(operand):
+            offset = self.place(operand)
+            if isinstance(operand, ScalarOperand) or operand.shape[1] == 1:
+                return f"SPLAT(operands[{offset}])"
+            return f"SPLAT(operands[{offset} + ({site.channel})])"
+        assert site.coordinates and not isinstance(operand, ScalarOperand)
+        if operand not in self.buffers:
+            self.buffers.append(operand)
+        name = f"a{self.buffers.index(operand)}"
+        # An axis of extent 1 does not move the place.
+        strides = [math.prod(operand.shape[axis + 1 :]) for axis in range(5)]
+        terms = [
+            f"({site.coordinates[axis]}) * (size_t){strides[axis]}"
+            for axis in range(5)
+            if operand.shape[axis] > 1
+        ]
+        place = " + ".join(terms) or "0"
+        if site.left and operand.shape[4] > 1:
+            return f"load_lanes({name} + {place}, {site.left}, R(0.0))"
+        return f"SPLAT({name}[{place}])"
+
+    def tail(self, steps: Sequence[Pointwise], site: Site = Site()) -> str:
+        """Statements that apply consecutive pointwise steps to ``x``.
+
+        Args:
+            steps: in order.
+            site: where.
+        """
+        made = {step.source for step in steps}  # values that a later one of these steps may read again
+        again = {operand.value for step in steps for operand in step.arguments if _is_value(operand)}
+        text = ""
+        for step in steps:
+            if step.source in again:
+                text += f"const VALUE v{step.source} = x; "
+            self._forms[step.form.name] = step.form
+            arguments = [
+                f"v{operand.value}"
+                if _is_value(operand) and operand.value in made
+                else self.expression(operand, site)
+                for operand in step.arguments
+            ]
+            text += f"x = {step.form.function}({', '.join(['x', *arguments])}); "
+        return text
+
+    def affine(self, step: Normalize, channel: str = "c") -> str:
+        """Statements that apply a normalisation's weight and bias to ``x``."""
+        site, text = Site(channel), ""
+        if step.weight is not None:
+            text += f"x = x * {self.expression(step.weight, site)}; "
+        if step.bias is not None:
+            text += f"x = x + {self.expression(step.bias, site)}; "
+        return text
+
+    def bias(self, step: ConvTranspose3d, channel: str = "c") -> str:
+        """Statements that apply a convolution's bias to ``x``."""
+        return "" if step.bias is None else f"x = x + {self.expression(step.bias, Site(channel))}; "
 
 
-def tail(layout: OperandLayout, steps: Sequence[Step]) -> str:
-    """Statements that apply a convolution's bias and a chain of pointwise steps to ``x`` at channel ``c``."""
-    statements = []
-    for step in steps:
-        if isinstance(step, ConvTranspose3d):
-            if step.bias is not None:
-                statements.append(f"x = x + {layout.expression(step.bias, 'c')};")
-            continue
-        assert isinstance(step, Pointwise)
-        arguments = [layout.expression(argument, "c") for argument in step.arguments]
-        statements.append(f"x = {POINTWISE[step.function].format(*arguments)};")
-    return " ".join(statements)
+def _is_value(operand: Operand) -> TypeGuard[ValueOperand]:
+    return isinstance(operand, ValueOperand)
 
 
-def affine_of(layout: OperandLayout, step: Normalize) -> str:
-    """Statements that apply a normalisation's weight and bias to ``x`` at channel ``c``."""
-    statements = []
-    if step.weight is not None:
-        statements.append(f"x = x * {layout.expression(step.weight, 'c')};")
-    if step.bias is not None:
-        statements.append(f"x = x + {layout.expression(step.bias, 'c')};")
-    return " ".join(statements)
-
-
-def tail_macro(name: str, statements: str) -> str:
-    """``#define NAME(x, c)`` that runs ``statements``."""
-    return f"#define {name}(x, c) do {{ {statements} }} while (0)\n"
-
-
-def fusable_operand(operand: Operand) -> bool:
+def in_operands(operand: Operand) -> bool:
     """True for what an ``operands`` buffer can hold: scalars and tensors that vary along channels at most."""
     return isinstance(operand, ScalarOperand) or (isinstance(operand, TensorOperand) and operand.per_channel)
+
+
+def tail_macro(name: str, statements: str, parameters: str = "x, c") -> str:
+    """``#define NAME(x, c)`` that runs ``statements``."""
+    return f"#define {name}({parameters}) do {{ {statements} }} while (0)\n"
+
+
+def kernel_text(real: str, vec: int, operands: KernelOperands, *parts: str) -> str:
+    """The source text of a kernel: arithmetic in ``real`` and in vectors of ``vec`` lanes, the forms, the ``parts``."""
+    values = {"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": vec}
+    return "".join(
+        (section("numeric.cl", defines(values)), section("lanes.cl"), operands.definitions, *parts)
+    )
+
+
+# ---- reductions --------------------------------------------------------------------------------------------
+#: Functions of the table's C text that have macros here which take values of any type.
+_ANY_TYPE = {"max_v": "LARGER", "min_v": "SMALLER"}
+
+
+def identity(monoid: Monoid) -> str:
+    """Kernel expression of what changes nothing, a ``REAL``."""
+    return monoid.identity_c if math.isinf(monoid.identity) else f"R({monoid.identity_c})"
+
+
+def combination(monoid: Monoid) -> str:
+    """Kernel expression that combines the values ``a`` and ``b``, vectors or numbers of any type.
+
+    None of today's monoids needs more than operators, maximum and minimum; one that does works on ``VALUE`` only.
+    """
+    return re.sub(r"\b\w+_v\b", lambda match: _ANY_TYPE.get(match[0], match[0]), monoid.combination("a", "b"))
+
+
+def combinable(monoid: Monoid) -> bool:
+    """True when :func:`combination` takes values of any type."""
+    return "_v(" not in combination(monoid)
+
+
+def reduction_defines(form: ReductionForm, count: str, prefix: str) -> dict[str, object]:
+    """What a kernel file needs to know of a reduction over ``count`` values, in macros named ``prefix_...``.
+
+    ``COMBINE(a, b)`` of vectors, ``COMBINE_ONE(a, b)`` of numbers, ``IDENTITY`` a number, ``LIFT(x)``,
+    ``FINISH(t)`` of the total.
+    """
+    one = combination(form.monoid)
+    if not combinable(form.monoid):
+        one = f"LANE0({form.monoid.combination('SPLAT(a)', 'SPLAT(b)')})"
+    return {
+        f"{prefix}_COMBINE(a, b)": f"({form.monoid.combination('a', 'b')})",
+        f"{prefix}_COMBINE_ONE(a, b)": f"({one})",
+        f"{prefix}_IDENTITY": identity(form.monoid),
+        f"{prefix}_LIFT(x)": form.lifted("x"),
+        f"{prefix}_FINISH(t)": form.finished("t", f"R(1.0) / {count}"),
+    }

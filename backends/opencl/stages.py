@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dispatcher.backends.opencl.fusion import Stage
-from dispatcher.backends.opencl.render import OperandLayout, affine_of, defines, section, tail, tail_macro
+from dispatcher.backends.opencl.render import KernelOperands, defines, reduction_defines, section, tail_macro
 from dispatcher.ops.steps import Normalize, Reduce, ScalarOperand, Softmax, Step
 
 
@@ -40,7 +40,7 @@ TILE_STAGES = StageForm(
 
 def render_stages(
     form: StageForm,
-    operands: OperandLayout,
+    operands: KernelOperands,
     stages: Sequence[Stage],
     first: int,
     channels: int,
@@ -66,17 +66,13 @@ def render_stages(
         match stage.step:
             case Normalize() as step:
                 values["STAGE_EPS"] = operands.place(ScalarOperand(step.eps))
-                affine = affine_of(operands, step)
+                affine = operands.affine(step)
             case Reduce() as step:
-                maximum = step.function == "max"
-                values["STAGE_COMBINE(a, b)"] = "max_keep_nan(a, b)" if maximum else "((a) + (b))"
-                values["STAGE_IDENTITY"] = "-INFINITY" if maximum else "R(0.0)"
-                values["STAGE_OVER_SLICES"] = "max_over_slices" if maximum else "sum_over_slices"
-                values["STAGE_SHARE"] = f"(R(1.0) / {channels})" if step.function == "mean" else "R(1.0)"
+                values |= reduction_defines(step.form, f"{channels}", "STAGE")
         body = (
             defines(values)
             + tail_macro("STAGE_AFFINE", affine)
-            + tail_macro("STAGE_TAIL", tail(operands, stage.tail))
+            + tail_macro("STAGE_TAIL", operands.tail(stage.tail))
         )
         names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
         text += section(form.files[type(stage.step)], body)

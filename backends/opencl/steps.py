@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dispatcher.backends.opencl.render import (
-    POINTWISE,
-    OperandLayout,
-    affine_of,
+    KernelOperands,
+    Site,
     defines,
-    fusable_operand,
+    kernel_text,
+    reduction_defines,
     section,
-    tail,
     tail_macro,
 )
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
-    Operand,
     Pointwise,
     Pool,
     Reduce,
@@ -39,22 +37,14 @@ class StepSource:
     Attributes:
         kernel: name of the kernel.
         text: OpenCL C source.
-        operands: layout of its ``operands`` buffer.
-        buffers: operands that are passed as buffers of their own, in order.
+        operands: what it reads besides its source.
         count: work-items, or results that work-groups share out; the kernel's argument of that name.
     """
 
     kernel: str
     text: str
-    operands: OperandLayout
-    buffers: tuple[Operand, ...]
+    operands: KernelOperands
     count: int
-
-
-def preamble(real: str, vec: int) -> str:
-    """What the text of every step's kernel begins with: arithmetic in ``real``, in vectors of ``vec`` lanes."""
-    values = {"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": vec}
-    return section("numeric.cl", defines(values)) + section("lanes.cl")
 
 
 def lower_step(
@@ -64,14 +54,14 @@ def lower_step(
 
     Args:
         step: any step but a convolution.
-        riders: pointwise steps behind it whose operands are scalars or per-channel tensors.
+        riders: pointwise steps behind it.
         real: ``float`` or ``double``.
         vec: lanes of a vector.
         whole_rows: a work-item of a pointwise step owns a row, and not a single vector of one.
     """
     match step:
         case Pointwise():
-            return _pointwise(step, riders, real, vec, whole_rows)
+            return _pointwise((step, *riders), real, vec, whole_rows)
         case Pool():
             return _pool(step, riders, real, vec)
         case Normalize() | Softmax() | Reduce():
@@ -79,72 +69,39 @@ def lower_step(
     raise AssertionError(f"no kernel for {type(step).__name__}")
 
 
-def _pointwise(
-    step: Pointwise, riders: Sequence[Pointwise], real: str, vec: int, whole_rows: bool
-) -> StepSource:
-    layout = OperandLayout()
-    buffers: list[Operand] = []
-    arguments = []
-    for operand in step.arguments:
-        if isinstance(operand, ScalarOperand) or fusable_operand(operand):
-            arguments.append(layout.expression(operand, "c"))
-            continue
-        name = f"a{len(buffers)}"
-        buffers.append(operand)
-        # Offset of the row in the operand: an axis of extent 1 does not move it.
-        terms, stride = ["0"], operand.shape[4]
-        for axis, index in ((3, "h"), (2, "d"), (1, "c"), (0, "n")):
-            if operand.shape[axis] > 1:
-                terms.append(f"{index} * (size_t){stride}")
-            stride *= operand.shape[axis]
-        place = " + ".join(terms)
-        if operand.shape[4] > 1:
-            arguments.append(f"load_lanes({name} + {place} + w, WIDTH - w, R(0.0))")
-        else:
-            arguments.append(f"{name}[{place}]")
-    _, channels, depth, height, width = step.shape
+def _pointwise(chain: Sequence[Pointwise], real: str, vec: int, whole_rows: bool) -> StepSource:
+    operands = KernelOperands()
+    _, channels, depth, height, width = chain[0].shape
     shares = 1 if whole_rows else -(-width // vec)
-    first = f"x = {POINTWISE[step.function].format(*arguments)};"
-    parameters = "".join(f", global const REAL *restrict a{i}" for i in range(len(buffers)))
-    text = (
-        preamble(real, vec)
-        + defines(
-            {
-                "CHANNELS": channels,
-                "DEPTH": depth,
-                "HEIGHT": height,
-                "WIDTH": width,
-                "SHARES": shares,
-                "BUFFERS": parameters,
-            }
-        )
-        + tail_macro("FIRST", first)
-        + tail_macro("TAIL", tail(layout, riders))
-        + section("step_pointwise.cl")
-    )
-    return StepSource("pointwise_step", text, layout, tuple(buffers), math.prod(step.shape[:4]) * shares)
+    tail = operands.tail(chain, Site("c", ("n", "c", "d", "h", "w"), "WIDTH - w"))
+    values = {
+        "CHANNELS": channels,
+        "DEPTH": depth,
+        "HEIGHT": height,
+        "WIDTH": width,
+        "SHARES": shares,
+        "PARAMETERS": operands.parameters,
+    }
+    parts = (defines(values), tail_macro("TAIL", tail, "x"), section("step_pointwise.cl"))
+    text = kernel_text(real, vec, operands, *parts)
+    return StepSource("pointwise_step", text, operands, math.prod(chain[0].shape[:4]) * shares)
 
 
 def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
-    layout = OperandLayout()
+    operands = KernelOperands()
     window = step.window
-    maximum = step.function == "max"
+    tail = operands.tail(riders, Site("c", ("n", "c", "d", "h", "w"), "OUT_W - w"))
     values = {
         "CHANNELS": step.shape[1],
         **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
         **dict(zip(("OUT_D", "OUT_H", "OUT_W"), step.shape[2:], strict=True)),
         **dict(zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), window, strict=True)),
-        "POOL_COMBINE(a, b)": "max_keep_nan(a, b)" if maximum else "((a) + (b))",
-        "POOL_COMBINE_SCALAR(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
-        "POOL_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {math.prod(window)})",
+        **reduction_defines(step.form, f"{math.prod(window)}", "POOL"),
+        "PARAMETERS": operands.parameters,
     }
-    text = (
-        preamble(real, vec if window[2] <= VECTOR_WINDOW else 1)
-        + defines(values)
-        + tail_macro("TAIL", tail(layout, riders))
-        + section("step_pool.cl")
-    )
-    return StepSource("pool_step", text, layout, (), math.prod(step.shape[:4]))
+    parts = (defines(values), tail_macro("TAIL", tail, "x"), section("step_pool.cl"))
+    text = kernel_text(real, vec if window[2] <= VECTOR_WINDOW else 1, operands, *parts)
+    return StepSource("pool_step", text, operands, math.prod(step.shape[:4]))
 
 
 def run_block(count: int) -> int:
@@ -156,7 +113,7 @@ def run_block(count: int) -> int:
 def _reduction(
     step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int
 ) -> StepSource:
-    layout = OperandLayout()
+    operands = KernelOperands()
     groups = step.groups if isinstance(step, Normalize) else 1
     n, c, d, h, w = step.input_shape
     # Six axes: batch, group of channels, channel in group, depth, height, width, with their strides.
@@ -192,12 +149,21 @@ def _reduction(
     offset = " + ".join(
         [f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"]
     )
-    group = index(1, "outer") if not reduced[1] else "g"
-    channel = "k" if reduced[2] else index(2, "outer")
+
+    def coordinates(*, result: bool) -> tuple[str, ...]:
+        """Batch item, channel, depth, height and width of an element, or of a result."""
+        n, g, k, d, h = (index(i, "outer") if i in kept else "0" if result else names[i] for i in range(5))
+        lane = "w0" if not width_reduced else "0" if result else "w"
+        return n, f"({g} * {c // groups} + {k})", d, h, lane
+
+    at, result_at = coordinates(result=False), coordinates(result=True)
+    element = Site(at[1], at, "LEFT")
+    result = Site(result_at[1], result_at, "RESULT_WIDTH - w0")
+    count = math.prod(extent for extent, flag in zip(extents, reduced, strict=True) if flag)
     values = {
         "USE_WIDTH_REDUCTION": width_reduced,
         "WIDTH": w,
-        "COUNT": math.prod(extent for extent, flag in zip(extents, reduced, strict=True) if flag),
+        "COUNT": count,
         "OUTER_BASE(outer)": f"({place('(outer)', strides)})",
         "OUTER_RESULT(outer)": f"({place('(outer)', result_strides)})",
         "EACH_RUN": each_run,
@@ -206,8 +172,6 @@ def _reduction(
         ),
         "EACH_IN_RUN": each_in_run,
         "OFFSET": f"({offset})",
-        "CHANNEL": f"({group} * {c // groups} + {channel})",
-        "RESULT_CHANNEL": "0" if reduced[2] else index(2, "outer"),
         "STEP_NORMALIZE": isinstance(step, Normalize),
         "STEP_SOFTMAX": isinstance(step, Softmax),
         "STEP_REDUCE": isinstance(step, Reduce),
@@ -216,24 +180,28 @@ def _reduction(
     kernel = "softmax_step"
     if isinstance(step, Normalize):
         kernel = "normalize_step"
-        values["EPS"] = layout.place(ScalarOperand(step.eps))
-        affine = affine_of(layout, step)
+        values["EPS"] = operands.place(ScalarOperand(step.eps))
+        affine = operands.affine(step, at[1])
     elif isinstance(step, Reduce):
         kernel = "reduce_step"
-        values |= {f"REDUCE_{name.upper()}": step.function == name for name in ("mean", "max", "log_sum_exp")}
-    text = (
-        preamble(real, vec)
-        + defines(values)
-        + tail_macro("AFFINE", affine)
-        + tail_macro("TAIL", tail(layout, riders))
-        + section("step_reduction.cl")
+        values |= reduction_defines(step.form, "COUNT", "REDUCE")
+        values |= {"REDUCE_SHIFTED": step.form.shifted, "REDUCE_LIFTED": step.form.lift != "x"}
+    site = result if isinstance(step, Reduce) else element
+    tail = operands.tail(riders, site)
+    values["PARAMETERS"] = operands.parameters
+    parts = (
+        defines(values),
+        tail_macro("AFFINE", affine, "x"),
+        tail_macro("RESULT_TAIL" if isinstance(step, Reduce) else "TAIL", tail, "x"),
+        section("step_reduction.cl"),
     )
-    return StepSource(kernel, text, layout, (), math.prod(extents[i] for i in kept))
+    text = kernel_text(real, vec, operands, *parts)
+    return StepSource(kernel, text, operands, math.prod(extents[i] for i in kept))
 
 
 def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) -> StepSource:
     """Lower a convolution to the gather kernel, with the pointwise steps that ride on its store."""
-    layout = OperandLayout()
+    operands = KernelOperands()
     g = step.geometry
     values: dict[str, object] = {
         "IC": g.in_channels,
@@ -250,10 +218,8 @@ def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) 
             f"PADDING_{letter}": axis.padding,
             f"DILATION_{letter}": axis.dilation,
         }
-    text = (
-        section("numeric.cl", defines({"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": 1}))
-        + defines(values)
-        + tail_macro("TAIL", tail(layout, [step, *riders]))
-        + section("conv_transpose3d_gather.cl")
-    )
-    return StepSource("conv_transpose3d_gather", text, layout, (step.weight,), math.prod(step.shape))
+    tail = operands.bias(step, "oc") + operands.tail(riders, Site("oc", ("n", "oc", "od", "oh", "ow")))
+    values["PARAMETERS"] = operands.parameters
+    parts = (defines(values), tail_macro("TAIL", tail, "x"), section("conv_transpose3d_gather.cl"))
+    text = kernel_text(real, 1, operands, *parts)
+    return StepSource("conv_transpose3d_gather", text, operands, math.prod(step.shape))

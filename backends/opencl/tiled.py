@@ -15,7 +15,15 @@ import pyopencl as cl
 from dispatcher.backends.opencl.fusion import Epilogue, LineFusion, sort_epilogue
 from dispatcher.backends.opencl.launches import Call, Launch, Operands, Remembered, step_launches
 from dispatcher.backends.opencl.limits import Limits, limits_of, power_above
-from dispatcher.backends.opencl.render import OperandLayout, defines, section, tail, tail_macro
+from dispatcher.backends.opencl.render import (
+    KernelOperands,
+    combinable,
+    defines,
+    kernel_text,
+    reduction_defines,
+    section,
+    tail_macro,
+)
 from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.stages import TILE_STAGES, render_stages
 from dispatcher.backends.opencl.tiles import round_up
@@ -27,8 +35,6 @@ from dispatcher.problem.operator import Operator
 
 SOURCE = "conv_transpose3d_tiled.cl"
 KERNEL = "conv_transpose3d_tiled"
-#: Pointwise functions that are cheap enough to be computed again for every tap that reads an element.
-CHEAP = ("add", "subtract", "scale", "clamp", "relu", "leaky_relu", "hardswish")
 #: Words that a work-item's sums may take; what it folds takes as many again. LLVM then needs 83 to 132 registers for
 #: NVIDIA (sm_80) and 149 to 197 for AMD (gfx90a) and spills nothing; with 64 words two wavefronts fit AMD's units.
 SUM_WORDS = 32
@@ -316,7 +322,7 @@ class TiledFusion(LineFusion):
         self._limits, self._itemsize = limits, itemsize
 
     def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
-        if isinstance(step, Pointwise) and step.function not in CHEAP:
+        if isinstance(step, Pointwise) and not step.form.cheap:
             return f"{step.op} would be computed again for every tap"
         return super().prologue(step, fused, convolution)
 
@@ -325,6 +331,8 @@ class TiledFusion(LineFusion):
             return super().epilogue(convolution, fused, step)
         if isinstance(step, Pool):
             stride = tuple(axis.stride for axis in convolution.geometry.axes)
+            if not step.form.plain or not combinable(step.form.monoid):
+                return f"{step.op} is not a plain reduction"
             if any(isinstance(other, Pool) for other in fused):
                 return "one pooling is folded already"
             if step.window != stride:
@@ -391,7 +399,7 @@ def render(
     prologue: Sequence[Pointwise],
     epilogue: Epilogue,
     output: tuple[int, int, int, int, int],
-) -> tuple[str, OperandLayout]:
+) -> tuple[str, KernelOperands]:
     """Source text for one segment, and the layout of its ``operands`` buffer.
 
     Args:
@@ -402,7 +410,7 @@ def render(
         output: shape of what the segment stores.
     """
     task, tile, g = layout.task, layout.tile, layout.task.geometry
-    operands = OperandLayout()
+    operands = KernelOperands()
     before, before_calls, folded = render_stages(TILE_STAGES, operands, epilogue.before, 1, g.out_channels)
     after, after_calls, left = render_stages(
         TILE_STAGES, operands, epilogue.after, 1 + len(epilogue.before), folded
@@ -454,26 +462,28 @@ def render(
         }
     fold = ""
     if epilogue.fold is not None:
-        maximum = epilogue.fold.function == "max"
         fold = defines(
             {
                 "FOLD_CHANNELS": 1 if folded < g.out_channels else "channels",
-                "FOLD_COMBINE(a, b)": "(((b) > (a) || (b) != (b)) ? (b) : (a))" if maximum else "((a) + (b))",
-                "FOLD_SHARE": "R(1.0)" if maximum else f"(R(1.0) / {task.phases})",
+                **reduction_defines(epilogue.fold_form, f"{task.phases}", "FOLD"),
             }
-        ) + tail_macro("FOLD_TAIL", tail(operands, epilogue.fold_tail))
-    text = (
-        section("numeric.cl", defines({"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": 1}))
-        + defines(values)
-        + tail_macro("PROLOGUE", tail(operands, prologue))
-        + tail_macro("CONV_TAIL", tail(operands, [convolution, *epilogue.tail]))
-        + (section("slices.cl") if task.all_channels else "")
-        + before
-        + fold
-        + after
-        + f"#define STAGES_BEFORE_FOLD do {{ {before_calls} }} while (0)\n"
-        + f"#define STAGES_AFTER_FOLD do {{ {after_calls} }} while (0)\n"
-        + section(SOURCE)
+        ) + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail))
+    prologue_text = operands.tail(prologue)
+    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
+    text = kernel_text(
+        real,
+        1,
+        operands,
+        defines(values),
+        tail_macro("PROLOGUE", prologue_text),
+        tail_macro("CONV_TAIL", conv_text),
+        section("slices.cl") if task.all_channels else "",
+        before,
+        fold,
+        after,
+        f"#define STAGES_BEFORE_FOLD do {{ {before_calls} }} while (0)\n",
+        f"#define STAGES_AFTER_FOLD do {{ {after_calls} }} while (0)\n",
+        section(SOURCE),
     )
     return text, operands
 
@@ -485,7 +495,7 @@ class BuiltTile:
 
     layout: TileLayout
     kernel: Any
-    operands: OperandLayout
+    operands: KernelOperands
 
 
 def build_segment(

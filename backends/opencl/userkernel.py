@@ -12,9 +12,9 @@ import numpy as np
 import pyopencl as cl
 
 from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error
-from dispatcher.check.userkernel import MARGIN, MARGIN_BYTES, Kind, UserKernel
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
-from dispatcher.interface import Device
+from dispatcher.interface import MARGIN, MARGIN_BYTES, Device
+from dispatcher.problem.userkernel import Kind, UserKernel
 
 _ELEMENTS = {"float16": "half", "float32": "float", "float64": "double"}
 #: Bytes of the scalar types that a kernel may have as parameters, as clGetKernelArgInfo calls them.
@@ -37,7 +37,7 @@ _NO_MEMORY = (
 def load_kernel(
     runtime: OpenClRuntime, kernel: UserKernel, device: Device, scratch: Path
 ) -> OpenClUserKernel:
-    """See :meth:`dispatcher.check.userkernel.KernelHost.load_kernel`."""
+    """See :meth:`dispatcher.interface.KernelHost.load_kernel`."""
     doubles = [name for name, kind in kernel.parameters if kind == "double"]
     if not runtime.facts.vec_double and (doubles or kernel.dtype == "float64"):
         needed = f"parameter {doubles[0]}, a double," if doubles else "float64"
@@ -147,7 +147,7 @@ def _check_sizes(function: Any, kernel: UserKernel, device: Any) -> None:
 
 
 class OpenClUserKernel:
-    """See :class:`dispatcher.check.userkernel.LoadedKernel`."""
+    """See :class:`dispatcher.interface.LoadedKernel`."""
 
     def __init__(self, runtime: OpenClRuntime, kernel: UserKernel, function: Any) -> None:
         self._runtime, self._kernel, self._function = runtime, kernel, function
@@ -155,7 +155,7 @@ class OpenClUserKernel:
         self._buffers: dict[str, Any] = {}
 
     def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.place`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.place`."""
         size = array.nbytes + 2 * MARGIN_BYTES
         try:
             if name not in self._buffers:
@@ -174,7 +174,7 @@ class OpenClUserKernel:
             raise KernelError(f"{name} cannot be put on the device: {error}") from error
 
     def poison(self, name: str) -> None:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.poison`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.poison`."""
         buffer = self._buffers[name]
         try:
             cl.enqueue_fill_buffer(
@@ -185,7 +185,7 @@ class OpenClUserKernel:
             raise KernelError(f"{name} cannot be filled: {error}") from error
 
     def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.fetch`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.fetch`."""
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         try:
             buffer = self._buffers[name]
@@ -197,7 +197,7 @@ class OpenClUserKernel:
         return before.tobytes(), behind.tobytes()
 
     def launch(self, numbers: Mapping[str, int | float]) -> float:
-        """See :meth:`dispatcher.check.userkernel.LoadedKernel.launch`."""
+        """See :meth:`dispatcher.interface.LoadedKernel.launch`."""
         kernel = self._kernel
         regions = []  # alive until the kernel has ended
         try:

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dispatcher.call import tracing
+from dispatcher.call.explanation import Explanation, explain_choice
 from dispatcher.device.memory import check_host_memory
 from dispatcher.device.selection import (
     Choice,
@@ -32,24 +33,15 @@ from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import (
     Arguments,
     IncompleteError,
-    TensorArgument,
     bind_arguments,
     check_options,
-    check_output,
     describe_shape,
-    host_tensor,
-    snapshot,
     sort_arguments,
-    tensor_argument,
 )
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.arrays import TensorArgument, check_output, host_tensor, snapshot, tensor_argument
+from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, check_precision
-
-if TYPE_CHECKING:
-    from dispatcher.call.explanation import Explanation
-
-ProblemLike = str | Path | Mapping[str, Any] | Problem
 
 MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
 MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
@@ -59,6 +51,18 @@ _left_behind: list[Any] = []
 
 #: Types of sizes and scalars whose type and repr say all there is to know.
 _PLAIN = (int, float, np.generic, tuple, list, type(None))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a caller chooses besides a problem's own parameters: the arguments of :func:`compile` of these names."""
+
+    device: str | Device | None = None
+    devices: Sequence[str | Device] | None = None
+    precision: str = "fp32"
+    case: str | None = None
+    dtype: str | None = None
+    options: Mapping[str, Any] | None = None
 
 
 def compile(
@@ -96,16 +100,8 @@ def compile(
         DeviceError: the device does not exist or cannot run the problem.
         KernelError: a kernel did not build on the device that was named.
     """
-    return CompiledOperator(
-        load_problem(problem),
-        device=device,
-        devices=devices,
-        precision=precision,
-        case=case,
-        dtype=dtype,
-        options=options,
-        arguments=arguments,
-    )
+    settings = Settings(device, devices, precision, case, dtype, options)
+    return CompiledOperator(load_problem(problem), settings, arguments)
 
 
 def run(
@@ -141,18 +137,34 @@ def run(
     """
     if trace is not None and not isinstance(trace, str | os.PathLike):
         raise InputError(f"trace is {trace!r}; expected the path of a file to write")
-    compiled = CompiledOperator(
-        load_problem(problem),
-        device=device,
-        devices=devices,
-        precision=precision,
-        case=case,
-        dtype=dtype,
-        options=options,
-        eager=False,
-    )
+    settings = Settings(device, devices, precision, case, dtype, options)
+    compiled = CompiledOperator(load_problem(problem), settings, eager=False)
     with tracing.recording(trace):
         return compiled(output=output, **arguments)
+
+
+def explain(
+    problem: ProblemLike,
+    *,
+    device: str | Device | None = None,
+    devices: Sequence[str | Device] | None = None,
+    precision: str = "fp32",
+    case: str | None = None,
+    dtype: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say what a call would do. The operator is compiled, but not run.
+
+    The arguments are those of :func:`compile`. Sizes may be given instead of tensors.
+
+    Raises:
+        InputError: an argument is wrong, or a size has no value.
+        DeviceError: the device does not exist or cannot run the problem.
+        KernelError: a kernel did not build on the device that was named.
+    """
+    settings = Settings(device, devices, precision, case, dtype, options)
+    return CompiledOperator(load_problem(problem), settings, eager=False).explain(**arguments)
 
 
 class _Program:
@@ -215,23 +227,22 @@ class CompiledOperator:
     def __init__(
         self,
         problem: Problem,
-        *,
-        device: str | Device | None = None,
-        devices: Sequence[str | Device] | None = None,
-        precision: str = "fp32",
-        case: str | None = None,
-        dtype: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        settings: Settings,
         arguments: Mapping[str, Any] | None = None,
+        *,
         eager: bool = True,
     ) -> None:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
-        check_precision(precision)
-        check_options(options)
+        check_precision(settings.precision)
+        check_options(settings.options)
         self._problem = problem
-        self._request: Request = parse_request(device, devices)
-        self._settings: dict[str, Any] = {"case": case, "dtype": _dtype_name(dtype), "precision": precision}
-        self._options = dict(options or {})
+        self._request: Request = parse_request(settings.device, settings.devices)
+        self._settings: dict[str, Any] = {
+            "case": settings.case,
+            "dtype": _dtype_name(settings.dtype),
+            "precision": settings.precision,
+        }
+        self._options = dict(settings.options or {})
         sorted_arguments = sort_arguments(problem, arguments or {})
         if sorted_arguments.output is not None:
             raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
@@ -293,8 +304,6 @@ class CompiledOperator:
         Raises:
             IncompleteError: a size has no value yet.
         """
-        from dispatcher.call.explanation import explain_choice
-
         program = self._last
         if arguments or program is None:
             merged = self._bound.updated(sort_arguments(self._problem, arguments))
@@ -311,6 +320,15 @@ class CompiledOperator:
         """Check the arguments, choose the device and compile, but do not run yet. For measuring."""
         program, tensors, output = self._analyse(output, arguments)
         return PreparedCall(program.operator, self, program, tensors, output)
+
+    def prepare_bound(self, operator: Operator, tensors: Mapping[str, np.ndarray]) -> PreparedCall:
+        """As :meth:`prepare`, for an operator of this problem that is bound already, and all tensors that it takes.
+
+        Nothing is analysed again: the tensors have the operator's shapes.
+        """
+        self._mind_forks()
+        self._last = program = self._program(operator)
+        return PreparedCall(operator, self, program, tensors, None)
 
     def _analyse(self, output: Any, arguments: Mapping[str, Any]) -> tuple[_Program, dict[str, Any], Any]:
         """The program for these arguments, the tensors that are not bound yet, and the output.

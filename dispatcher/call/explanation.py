@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dispatcher.call.compiled import CompiledOperator, ProblemLike
-from dispatcher.device.selection import Choice
-from dispatcher.interface import Device, PlannedLaunch
+from dispatcher.device.selection import Choice, skipped_list
+from dispatcher.interface import Device, PlannedLaunch, device_dict
 from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import ConvTranspose3d
-from dispatcher.problem.loader import load_problem
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import Operator, operator_dict
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
+
+#: What of an axis a report has.
+_AXIS_KEYS = ("name", "input", "kernel", "stride", "padding", "output_padding", "dilation", "output")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ConvolutionPlan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Made by :func:`explain` and by ``CompiledOperator.explain``.
+    """Made by :func:`dispatcher.explain` and by ``CompiledOperator.explain``.
 
     Attributes:
         operator: what is computed.
@@ -90,49 +90,10 @@ class Explanation:
             "skipped": skipped_list(self.skipped),
             "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
             "launches": [
-                {
-                    "name": launch.name,
-                    "steps": list(launch.steps),
-                    "algorithm": launch.algorithm,
-                    "detail": dict(launch.detail),
-                    "note": launch.note,
-                }
+                {**vars(launch), "steps": list(launch.steps), "detail": dict(launch.detail)}
                 for launch in self.launches
             ],
         }
-
-
-def explain(
-    problem: ProblemLike,
-    *,
-    device: str | Device | None = None,
-    devices: Sequence[str | Device] | None = None,
-    precision: str = "fp32",
-    case: str | None = None,
-    dtype: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> Explanation:
-    """Say what a call would do. The operator is compiled, but not run.
-
-    The arguments are those of :func:`dispatcher.compile`. Sizes may be given instead of tensors.
-
-    Raises:
-        InputError: an argument is wrong, or a size has no value.
-        DeviceError: the device does not exist or cannot run the problem.
-        KernelError: a kernel did not build on the device that was named.
-    """
-    compiled = CompiledOperator(
-        load_problem(problem),
-        device=device,
-        devices=devices,
-        precision=precision,
-        case=case,
-        dtype=dtype,
-        options=options,
-        eager=False,
-    )
-    return compiled.explain(**arguments)
 
 
 def explain_choice(operator: Operator, choice: Choice) -> Explanation:
@@ -177,42 +138,6 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
     )
 
 
-# ---- as plain data -----------------------------------------------------------------------------------------
-def device_dict(device: Device) -> dict[str, Any]:
-    """A device, ready for JSON."""
-    return {
-        "id": device.id,
-        "backend": device.backend,
-        "index": device.index,
-        "name": device.name,
-        "kind": device.kind,
-        "available": device.available,
-        "reason": device.reason,
-        "facts": dict(device.facts),
-    }
-
-
-def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    """Devices passed over, ready for JSON."""
-    return [{"device": label, "reason": reason} for label, reason in skipped]
-
-
-def operator_dict(operator: Operator) -> dict[str, Any]:
-    """What an operator computes, ready for JSON."""
-    return {
-        "problem": operator.problem.name,
-        "title": operator.problem.title,
-        "dtype": operator.dtype,
-        "precision": operator.precision,
-        "sizes": dict(operator.sizes),
-        "scalars": dict(operator.scalars),
-        "tensor_shapes": {name: list(shape) for name, shape in operator.tensor_shapes.items()},
-        "output_shape": list(operator.output_shape),
-        "flops": operator.flops,
-        "ideal_bytes": operator.ideal_bytes,
-    }
-
-
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
         "input_shape": list(plan.input_shape),
@@ -220,27 +145,6 @@ def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
         "output_shape": list(plan.output_shape),
         "groups": plan.groups,
         "flops": plan.flops,
-        "axes": [
-            {
-                "name": axis.name,
-                "input": axis.input,
-                "kernel": axis.kernel,
-                "stride": axis.stride,
-                "padding": axis.padding,
-                "output_padding": axis.output_padding,
-                "dilation": axis.dilation,
-                "output": axis.output,
-            }
-            for axis in plan.axes
-        ],
-        "phase_groups": [
-            {
-                "phases": group.phases,
-                "taps": list(group.taps),
-                "gemm_m": group.gemm_m,
-                "gemm_n": group.gemm_n,
-                "gemm_k": group.gemm_k,
-            }
-            for group in plan.phase_groups
-        ],
+        "axes": [{key: getattr(axis, key) for key in _AXIS_KEYS} for axis in plan.axes],
+        "phase_groups": [{**vars(group), "taps": list(group.taps)} for group in plan.phase_groups],
     }

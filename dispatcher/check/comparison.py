@@ -1,13 +1,7 @@
-"""Checking a result against the reference, with an error bound for every element.
+"""Comparing a result with the reference, within an error bound for every element.
 
-The reference walks through the pipeline in float64. Beside each value goes a bound on the error that a
-correct implementation in the operator's arithmetic may make there: a forward error bound in the style of a
-running error analysis (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, section 3.3).
-A sum of ``n`` terms is granted ``4*sqrt(n)`` units of roundoff instead of the worst case ``n``, and errors of
-different terms are taken to be independent. Rounding errors behave like that (Higham and Mary, "A new approach
-to probabilistic rounding error analysis", SIAM Journal on Scientific Computing 41, 2019), and the worst case
-would let wrong results pass. The price: data made so that hundreds of large terms cancel in a row can exceed
-the bound honestly; a problem file may then set a ``tolerance``. docs/verification.md has the formulas.
+Beside the reference goes a bound on the error that a correct implementation in the operator's arithmetic may make
+(see :mod:`dispatcher.backends.numpy_ref.bounds`, which computes both).
 
 Two things must hold: no element is further from the reference than its bound, and the Euclidean norm of all
 errors is not more than :func:`normwise_share` of the norm of all bounds, since errors that are independent
@@ -30,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dispatcher import registry
 from dispatcher.interface import Tensors
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 
 Array = NDArray[np.float64]
@@ -256,273 +250,7 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full(shape, np.nan, dtype)
 
 
-# ---- error bounds ------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Bounded:
-    """A value of the pipeline and, in the same shape, the largest error a correct implementation makes."""
-
-    value: Array
-    error: Array
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """The arithmetic that an implementation has to use, or a better one.
-
-    Attributes:
-        roundoff: unit roundoff of every operation.
-        product: relative error granted to each product of a convolution on top of that.
-        tiny: smallest normal number; smaller ones may be flushed to zero.
-        squares: dtype in which the sums of a convolution's squared terms are taken.
-    """
-
-    roundoff: float
-    product: float
-    tiny: float
-    squares: type[np.floating[Any]]
-
-    def sum_of(self, terms: float) -> float:
-        """Error of a sum, relative to the sum of its terms' magnitudes."""
-        return min(terms, 4.0 * math.sqrt(terms)) * self.roundoff
-
-
-def arithmetic_of(operator: Operator) -> Arithmetic:
-    """The arithmetic that ``operator`` asks for: float16 is computed in float32 and rounded at the end."""
-    if operator.dtype == "float64":
-        # Twice the unit roundoff, since the reference itself has errors of this size.
-        return Arithmetic(2.0**-52, 0.0, float(np.finfo(np.float64).tiny), np.float64)
-    # TF32 has 10 explicit bits: 2**-11 for each of the two factors.
-    # TF32: both factors are rounded to 2^-11. Float32 on tensor cores: three TF32 products leave out the product of the
-    # small parts, up to 2^-22, and cut those parts, up to 2^-23 each; they seldom meet.
-    product = 2.0**-10 if operator.precision == "tf32" else 2.0**-23
-    return Arithmetic(2.0**-24, product, float(np.finfo(np.float32).tiny), np.float32)
-
-
-def _together(errors: Array, axes: tuple[int, ...]) -> Array:
-    """Error of a sum of terms that have independent errors."""
-    independent = 2.0 * np.sqrt(np.square(errors).sum(axis=axes, keepdims=True))
-    smaller: Array = np.minimum(errors.sum(axis=axes, keepdims=True), independent)
-    return smaller
-
-
-def _extent(array: Array, axes: tuple[int, ...]) -> int:
-    return math.prod(array.shape[axis] for axis in axes)
-
-
-def _magnitude(array: Array) -> float:
-    """A power of two near the largest finite magnitude."""
-    largest = float(np.max(array, where=np.isfinite(array), initial=0.0))
-    return math.ldexp(1.0, math.frexp(largest)[1])
-
-
-def _smallest(array: Array) -> float:
-    """The smallest magnitude other than zero; 1 when there is none."""
-    return float(np.min(array, where=array > 0.0, initial=np.inf)) if np.any(array > 0.0) else 1.0
-
-
-def _largest_neighbour(values: Array, axis: int, distance: int) -> Array:
-    """The largest of each element and the two that lie ``distance`` away along ``axis``."""
-    before = (slice(None),) * axis + (slice(None, -distance),)
-    behind = (slice(None),) * axis + (slice(distance, None),)
-    largest: Array = values.copy(order="K")
-    np.maximum(largest[behind], values[before], out=largest[behind])
-    np.maximum(largest[before], values[behind], out=largest[before])
-    return largest
-
-
-class _Rules:
-    """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
-
-    def __init__(self, arithmetic: Arithmetic, advance: Progress) -> None:
-        from dispatcher.backends.numpy_ref import steps as reference
-
-        self.reference = reference
-        self.arithmetic = arithmetic
-        self.advance = advance
-        self.table: dict[type[Step], Callable[..., Array]] = {
-            ConvTranspose3d: self.convolution,
-            Pointwise: self.pointwise,
-            Normalize: self.normalize,
-            Softmax: self.softmax,
-            Pool: self.pool,
-            Reduce: self.reduce,
-        }
-
-    def load(self, array: Array) -> Bounded:
-        """An input tensor is exact, but its subnormal numbers may be flushed to zero."""
-        error = np.where(np.abs(array) < self.arithmetic.tiny, np.abs(array), 0.0)
-        return Bounded(array, error if error.any() else np.broadcast_to(0.0, array.shape))
-
-    def compute(self, step: Step, x: Bounded, operands: Sequence[Bounded | float]) -> Bounded:
-        """One step of the pipeline with its error."""
-        bounded = [
-            operand
-            if isinstance(operand, Bounded)
-            else Bounded(np.float64(operand), np.float64(abs(operand) * self.arithmetic.roundoff))
-            for operand in operands
-        ]
-        y = self.reference.apply(step, x.value, [operand.value for operand in bounded], self.advance)
-        error = self.table[type(step)](step, x, y, *bounded)
-        # An infinite or undefined value has no error: it is met exactly or not at all.
-        return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
-
-    def convolution(
-        self, step: ConvTranspose3d, x: Bounded, y: Array, weight: Bounded, *bias: Bounded
-    ) -> Array:
-        """The rounding of products and partial sums, and the input's errors times the weights."""
-        terms = step.geometry.longest_sum + len(bias)
-        # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
-        # has several taps.
-        transformed = [axis.most_taps > 1 for axis in step.geometry.axes]
-        unit = self.arithmetic.sum_of(terms + 3 * sum(transformed)) + 2.0 * self.arithmetic.product
-        # Partial sums of terms in no particular order are of the size of sqrt(y^2 + sum of squared terms).
-        # Independent errors of the terms add up in the same way, so that one convolution gives both.
-        squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
-        for term in bias:
-            squares += np.square(term.value)
-        # They compute neighbours of one phase together, with errors of the size of the largest. What is infinite
-        # or undefined has no error and lends none.
-        squares[~np.isfinite(squares)] = 0.0
-        for axis, along in enumerate(step.geometry.axes, start=2):
-            if transformed[axis - 2]:
-                squares = _largest_neighbour(squares, axis, along.stride)
-        y_squared = np.square(y)
-        squares = np.maximum(squares, y_squared / terms)
-        error: Array = unit * np.sqrt(y_squared + squares)
-        # The more the terms resemble each other, the more do their rounding errors; for equal terms, this is
-        # half of the worst case.
-        alike = np.divide(y_squared, squares, out=np.zeros_like(y), where=squares > 0.0)
-        error += self.arithmetic.roundoff / 2.0 * alike * np.abs(y)
-        if weight.error.any():
-            error += 2.0 * np.sqrt(self.squares(step, np.square(x.value), weight.error))
-        for term in bias:
-            error += term.error
-        return error
-
-    def squares(self, step: ConvTranspose3d, x_squared: Array, weight: Array) -> Array:
-        """The convolution of two squared arrays, accurate to a few digits."""
-        scale_x, scale_w = _magnitude(x_squared), _magnitude(np.abs(weight))
-        dtype = self.arithmetic.squares
-        # Single precision is enough, unless small values would vanish beside the largest.
-        if (
-            _smallest(x_squared) / scale_x * (_smallest(np.abs(weight)) / scale_w) ** 2
-            < np.finfo(np.float32).tiny
-        ):
-            dtype = np.float64
-        scaled = self.reference.conv_transpose3d(
-            step,
-            (x_squared / scale_x).astype(dtype),
-            np.square(weight / scale_w).astype(dtype),
-            advance=self.advance,
-        )
-        result: Array = scaled.astype(np.float64)
-        result *= scale_x
-        result *= scale_w**2
-        return result
-
-    def pointwise(self, step: Pointwise, x: Bounded, y: Array, *arguments: Bounded) -> Array:
-        """A few roundings, and what the function makes of the argument's error at its two ends."""
-        unit = self.arithmetic.roundoff
-        error: Array = 4.0 * unit * np.abs(y)
-        match step.function, arguments:
-            case (("add" | "subtract"), (other,)):
-                return error + x.error + other.error
-            case "scale", (other,):
-                return error + np.abs(other.value) * x.error + (np.abs(x.value) + x.error) * other.error
-            case "gelu", ():  # its slope is 1.13 at most, and 1 + erf(x) cancels where x is negative
-                return error + 1.13 * x.error + 4.0 * unit * np.minimum(np.abs(x.value), 6.0)
-        values = [argument.value for argument in arguments]
-        function = self.reference.POINTWISE[step.function]
-        error += np.maximum(
-            np.abs(function(x.value + x.error, *values) - y), np.abs(function(x.value - x.error, *values) - y)
-        )
-        if step.function == "softplus":  # log(1 + exp(x)) cancels, without log1p
-            error += 2.0 * unit
-        return error
-
-    def normalize(self, step: Normalize, x: Bounded, y: Array, *affine: Bounded) -> Array:
-        """Errors of the mean, the variance and the quotient, for a variance taken in two passes."""
-        unit = self.arithmetic.roundoff
-        parts, axes = self.reference.split_groups(step, x.value)
-        errors, _ = self.reference.split_groups(step, x.error)
-        count = _extent(parts, axes)
-        centred = parts - parts.mean(axis=axes, keepdims=True)
-        variance = np.square(centred).mean(axis=axes, keepdims=True)
-
-        mean_error = _together(errors, axes) / count
-        mean_error = mean_error + self.arithmetic.sum_of(count) * np.abs(parts).mean(axis=axes, keepdims=True)
-        centred_error = errors + mean_error + unit * np.abs(centred)
-        # The mean's error enters the variance by its square only.
-        variance_error = 2.0 * _together(np.abs(centred) * errors, axes) / count
-        variance_error += np.square(centred_error).mean(axis=axes, keepdims=True)
-        variance_error += (self.arithmetic.sum_of(count) + 4.0 * unit) * (variance + step.eps)
-        relative = np.minimum(variance_error / (variance + step.eps), 0.99)
-        stretch = 1.0 / np.sqrt(1.0 - relative)
-
-        deviation = np.sqrt(variance + step.eps)
-        quotient = np.abs(centred) / deviation
-        error = centred_error / deviation * stretch + quotient * (stretch - 1.0 + 4.0 * unit)
-        # No element is further than sqrt(count) deviations from the mean.
-        error = np.minimum(error, 2.0 * math.sqrt(count)).reshape(y.shape)
-        quotient = quotient.reshape(y.shape)
-        given = iter(affine)
-        if step.weight is not None:
-            weight = next(given)
-            error = error * np.abs(weight.value) + quotient * (
-                weight.error + 2.0 * unit * np.abs(weight.value)
-            )
-        if step.bias is not None:
-            bias = next(given)
-            error = error + bias.error + 2.0 * unit * np.abs(bias.value)
-        bounded: Array = error + 2.0 * unit * np.abs(y)
-        return bounded
-
-    def softmax(self, step: Softmax, x: Bounded, y: Array) -> Array:
-        """Relative errors of the exponentials and of their sum."""
-        unit = self.arithmetic.roundoff
-        # An element at minus infinity is an exact zero, however deep it lies.
-        depth = np.where(y > 0.0, x.value.max(axis=step.axes, keepdims=True) - x.value, 0.0)
-        exponential = x.error + unit * (depth + 4.0)  # relative, since exp turns sums into products
-        total = _together(y * x.error, step.axes) + (y * unit * (depth + 4.0)).sum(step.axes, keepdims=True)
-        total = total + self.arithmetic.sum_of(_extent(y, step.axes))
-        error: Array = np.where(y > 0.0, y * np.expm1(exponential + total), 0.0)
-        return np.minimum(error, 1.0)
-
-    def pool(self, step: Pool, x: Bounded, y: Array) -> Array:
-        """Of a maximum, the largest error in its window; of a mean, its terms' errors and the rounding."""
-        windows = self.reference.windows
-        if step.function == "max":
-            return windows(step, x.error, np.maximum)
-        count = math.prod(step.window)
-        squares = windows(step, np.square(x.error), np.add)
-        error = np.minimum(windows(step, x.error, np.add), 2.0 * np.sqrt(squares))
-        error += (self.arithmetic.sum_of(count) + 2.0 * self.arithmetic.roundoff) * windows(
-            step, np.abs(x.value), np.add
-        )
-        mean: Array = error / count
-        return mean
-
-    def reduce(self, step: Reduce, x: Bounded, y: Array) -> Array:
-        """As for pools; of log-sum-exp, the error of the sum relative to the sum."""
-        unit = self.arithmetic.roundoff
-        count = _extent(x.value, step.axes)
-        if step.function == "max":
-            largest: Array = x.error.max(axis=step.axes, keepdims=True, initial=0.0)
-            return largest
-        if step.function == "log_sum_exp":
-            share = np.exp(x.value - y)
-            depth = x.value.max(axis=step.axes, keepdims=True, initial=-np.inf) - x.value
-            error = _together(np.where(share > 0.0, share * (x.error + unit * (depth + 4.0)), 0.0), step.axes)
-            error += self.arithmetic.sum_of(count) + 4.0 * unit * (1.0 + np.abs(y))
-            return error
-        rounding = self.arithmetic.sum_of(count) + 2.0 * unit
-        error = _together(x.error, step.axes)
-        error += rounding * np.abs(x.value).sum(axis=step.axes, keepdims=True)
-        if step.function == "mean":
-            error /= count
-        return error
-
-
+# ---- with the reference ------------------------------------------------------------------------------------
 def _each_part(
     operator: Operator,
     tensors: Tensors,
@@ -533,21 +261,13 @@ def _each_part(
 
     Calls may come from several threads.
     """
-    from dispatcher.backends.numpy_ref import Meter, chunks, for_each_chunk, output_chunk, walk
 
-    meter = Meter(progress, 2 * len(chunks(operator)) * len(operator.convolutions))
-    rules = _Rules(arithmetic_of(operator), meter)
-
-    def work(chunk: slice) -> None:
-        exact = walk(operator, tensors, chunk, rules.load, rules.compute)
-        reference, bound = np.ascontiguousarray(exact.value), np.ascontiguousarray(exact.error)
+    def finish(part: slice, reference: Array, bound: Array) -> None:
         bound += result_rounding(reference, operator.dtype)
         bound *= operator.problem.tolerance
-        take(output_chunk(operator, chunk), reference, bound)
+        take(part, reference, bound)
 
-    for_each_chunk(operator, work)
-    if progress is not None:
-        progress(1.0)
+    registry.error_bounds().bounded_parts(operator, tensors, progress, finish)
 
 
 def bounded_reference(

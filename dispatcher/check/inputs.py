@@ -32,9 +32,6 @@ from dispatcher.problem.operator import Operator
 
 Role = Literal["data", "weight", "factor", "term"]
 
-#: Pointwise functions that are built on an exponential, which overflows.
-_EXPONENTIAL = ("gelu", "sigmoid", "tanh", "silu", "softplus")
-
 
 # ---- the sets and where they are meaningful ----------------------------------------------------------------
 def _everywhere(operator: Operator) -> bool:
@@ -55,9 +52,11 @@ def _has_exponentials(operator: Operator) -> bool:
         match step:
             case Normalize():
                 return False
-            case Softmax() | Reduce(function="log_sum_exp"):
+            case Softmax():
                 return True
-            case Pointwise() if step.function in _EXPONENTIAL:
+            case Pointwise() if step.form.exponential:
+                return True
+            case Reduce() if step.form.shifted:
                 return True
     return False
 
@@ -65,19 +64,21 @@ def _has_exponentials(operator: Operator) -> bool:
 def _divides(operator: Operator) -> bool:
     """Does a step divide by a statistic of its input?"""
     return any(
-        isinstance(step, Normalize | Softmax) or (isinstance(step, Reduce) and step.function == "log_sum_exp")
+        isinstance(step, Normalize | Softmax) or (isinstance(step, Reduce) and step.form.shifted)
         for step in operator.steps
     )
 
 
 def _takes_maxima(operator: Operator) -> bool:
-    return any(isinstance(step, Pool | Reduce) and step.function == "max" for step in operator.steps)
+    return any(
+        isinstance(step, Pool | Reduce) and step.form.monoid.errors == "selects" for step in operator.steps
+    )
 
 
 def _saturates(operator: Operator) -> bool:
     """Does a step make one constant of all large values?"""
     return any(
-        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.function == "clamp")
+        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.form.saturates)
         for step in operator.steps
     )
 
@@ -86,13 +87,15 @@ def _exact(operator: Operator) -> bool:
     """Are all sums and means of small integers exact, in whatever order they are taken?"""
     for step in operator.steps:
         match step:
-            case ConvTranspose3d() | Pool(function="max") | Reduce(function=("sum" | "max")):
+            case ConvTranspose3d():
                 continue
-            case Pool():
+            case Pool() | Reduce() if step.form.integral:
+                continue
+            case Pool() if step.form.plain:
                 count = math.prod(step.window)
                 if count & (count - 1):  # a mean over a power of two is exact
                     return False
-            case Pointwise(function=("add" | "subtract" | "scale" | "clamp" | "relu")):
+            case Pointwise() if step.form.integral:
                 scalars = [x.value for x in step.arguments if isinstance(x, ScalarOperand)]
                 if any(math.isfinite(scalar) and scalar != round(scalar) for scalar in scalars):
                     return False
@@ -247,10 +250,10 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                     uses.setdefault(step.bias.name, _Use("term", 0.5))
                 deviation = 1.0
             case Pointwise():
-                role: Role = "factor" if step.function == "scale" else "term"
+                spread = 1.0 if step.form.role == "factor" else 0.5
                 for operand in step.arguments:
                     if isinstance(operand, TensorOperand):
-                        uses.setdefault(operand.name, _Use(role, 1.0 if role == "factor" else 0.5))
+                        uses.setdefault(operand.name, _Use(step.form.role, spread))
             case Pool(function="mean"):
                 deviation /= math.sqrt(math.prod(step.window))
         deviations.append(deviation)

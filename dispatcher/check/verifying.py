@@ -22,18 +22,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dispatcher.call.compiled import CompiledOperator, PreparedCall, ProblemLike
-from dispatcher.call.explanation import device_dict, operator_dict, skipped_list
+from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
-from dispatcher.device.selection import devices, first_usable, parse_request
+from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
-from dispatcher.errors import DeviceError, InputError, KernelError
-from dispatcher.interface import Device
+from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError
+from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
-from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
 from dispatcher.problem.model import Problem
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import Operator, operator_dict
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
 
@@ -192,6 +191,20 @@ def only_reference(results: Sequence[Verification]) -> bool:
     )
 
 
+def exit_code(results: Sequence[Verification], everywhere: bool) -> int:
+    """What the command line ends with.
+
+    Among all devices, one that cannot run a problem is no failure; that nothing but the reference can is one.
+    """
+    outcomes = {result.outcome for result in results}
+    if "failed" in outcomes:
+        return VerificationError.exit_code
+    if "error" in outcomes:
+        return KernelError.exit_code
+    lacking = only_reference(results) if everywhere else "unsupported" in outcomes
+    return DeviceError.exit_code if lacking else 0
+
+
 def comparison_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     """The figures of a comparison, ready for JSON but for numbers that are not finite."""
     if comparison is None:
@@ -290,8 +303,7 @@ def verify(
     """
     wanted, numbers = check_inputs(inputs), check_seeds(seed, seeds)
     check_options(options)
-    everywhere = isinstance(device, str) and device == "all"
-    if not everywhere:
+    if not (isinstance(device, str) and device == "all"):
         parse_request(device)
     if problems is None:
         problems = problem_names()
@@ -301,15 +313,41 @@ def verify(
         bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
         for loaded in (load_problem(problem) for problem in problems)
     ]
+    return verify_operators(
+        [(operator, case) for operator in operators],
+        device=device,
+        inputs=wanted,
+        seeds=numbers,
+        options=options,
+        progress=progress,
+    )
+
+
+def verify_operators(
+    operators: Sequence[tuple[Operator, str | None]],
+    *,
+    device: str | Device | None,
+    inputs: tuple[str, ...] | None,
+    seeds: Sequence[int],
+    options: Mapping[str, Any] | None,
+    progress: CheckProgress | None,
+) -> list[Verification]:
+    """:func:`verify` for operators that are bound already, each with the name of its case.
+
+    Args:
+        operators: with a batch that is not empty.
+        inputs: from :func:`check_inputs`.
+        seeds: from :func:`check_seeds`.
+    """
     places: list[tuple[str | Device | None, Device]]
-    if everywhere:
+    if device == "all":
         places = [(found.id, found) for found in devices() if found.available]
     else:
         places = [(device, first_usable(parse_request(device))[0])]
     results = []
-    for operator in operators:
+    for operator, case in operators:
         subjects = [_Subject(operator, request, place, options) for request, place in places]
-        sets = [(name, number) for name in sets_for(operator, wanted) for number in numbers]
+        sets = [(name, number) for name in sets_for(operator, inputs) for number in seeds]
         for done, (name, number) in enumerate(sets):
             told = progress and partial(_advance, progress, operator, subjects, done, len(sets))
             _check_all(operator, subjects, name, number, told)
@@ -368,7 +406,7 @@ class _Subject:
         try:
             if self.compiled is None:
                 self.compiled = compile_for(self.operator, self.request, self.options)
-            call = self.compiled.prepare(**tensors)
+            call = self.compiled.prepare_bound(self.operator, tensors)
             outputs = self._outputs(call, tensors)
             self.device, self.skipped = call.choice.device, call.choice.skipped
         except (KernelError, DeviceError) as error:
@@ -393,7 +431,7 @@ class _Subject:
         mark = _checksum(fresh)
         turned = _reversed_batch(operator, tensors)
         other = turned or {**tensors, operator.source: np.negative(tensors[operator.source])}
-        again = self.compiled(**other)
+        again = self.compiled.prepare_bound(operator, other)()
         if _checksum(fresh) != mark:
             return None
         outputs.append(_Output(fresh, "called again without an output array: "))
@@ -479,7 +517,7 @@ def call_on(
         DeviceError: no device of the request can run it.
         KernelError: it did not build on the device that was named.
     """
-    return compile_for(operator, device, options).prepare(**tensors)
+    return compile_for(operator, device, options).prepare_bound(operator, tensors)
 
 
 def compile_for(
@@ -487,15 +525,8 @@ def compile_for(
 ) -> CompiledOperator:
     """``operator`` for the best device of the request, to be compiled at the first call."""
     problem: Problem = operator.problem
-    return CompiledOperator(
-        problem,
-        device=device,
-        precision=operator.precision,
-        dtype=operator.dtype,
-        options=options,
-        arguments={**operator.sizes, **operator.scalars},
-        eager=False,
-    )
+    settings = Settings(device, precision=operator.precision, dtype=operator.dtype, options=options)
+    return CompiledOperator(problem, settings, {**operator.sizes, **operator.scalars}, eager=False)
 
 
 def checked_run(

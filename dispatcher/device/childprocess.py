@@ -68,7 +68,7 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        """The last line it printed, to go behind a message: ``: line``, or nothing."""
+        """The last line it printed, to go after a message: ``: line``, or nothing."""
         lines = [line.strip() for line in self.printed.splitlines() if any(map(str.isalnum, line))]
         return f": {lines[-1][:200]}" if lines else ""
 

@@ -1,4 +1,4 @@
-"""What keeps devices from working, and what would mend it."""
+"""What keeps devices from working, and what would fix it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.call.explanation import device_dict
 from dispatcher.device import selftest
 from dispatcher.device.filecache import cache_root
 from dispatcher.device.memory import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
-from dispatcher.interface import Device, Finding
+from dispatcher.interface import Device, Finding, device_dict
 
 LITTLE_MEMORY = 2 << 30
 
@@ -44,22 +43,13 @@ class Diagnosis:
         """Plain lists, dicts, texts and numbers, ready for JSON."""
         return {
             "working": [device.id for device in self.working],
-            "findings": [
-                {
-                    "topic": finding.topic,
-                    "subject": finding.subject,
-                    "verdict": finding.verdict,
-                    "detail": finding.detail,
-                    "remedy": finding.remedy,
-                }
-                for finding in self.findings
-            ],
+            "findings": [dict(vars(finding)) for finding in self.findings],
             "devices": [device_dict(device) for device in self.devices],
         }
 
 
 def doctor(*, retest: bool = False) -> Diagnosis:
-    """Look at this machine: what there is, what works, and what would mend the rest.
+    """Look at this machine: what there is, what works, and what would fix the rest.
 
     Args:
         retest: try every device out again, whatever is known from earlier.
@@ -95,6 +85,13 @@ def _package() -> Iterator[Finding]:
     if selftest.time_limit_s() is None:
         detail = f"are switched off: {selftest.VARIABLE} is {os.environ[selftest.VARIABLE]!r}"
         yield Finding("package", "self-tests", "note", detail, f"unset {selftest.VARIABLE}")
+    for each in registry.registered():
+        detail = f"registers the backend {each.name!r}, {each.target}"
+        if each.refusal:
+            remedy = f"python -m pip uninstall {each.distribution.split()[0]}"
+            yield Finding("package", each.distribution, "problem", f"{detail}: {each.refusal}", remedy)
+        else:
+            yield Finding("package", each.distribution, "ok", detail)
     named = os.environ.get(ENVIRONMENT)
     if named:
         yield Finding("package", ENVIRONMENT, "note", f"is {named!r}: used where no device is named")
@@ -127,8 +124,12 @@ def _host() -> Iterator[Finding]:
         yield Finding("host", "memory", "ok", f"{available / 2**30:.1f} GiB are available")
 
 
-def _backend(name: str, module: str) -> list[Finding]:
+def _backend(name: str, target: str) -> list[Finding]:
     """What a backend's module ``diagnosis`` finds, where it has one."""
+    module = target.partition(":")[0]
+    # Those of others were imported where that is safe, and need not be packages.
+    if registry.origin(name) is not None and not hasattr(sys.modules.get(module), "__path__"):
+        return []
     try:
         if importlib.util.find_spec(f"{module}.diagnosis") is None:
             return []

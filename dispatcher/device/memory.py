@@ -39,7 +39,7 @@ def available_bytes() -> int | None:
 
 
 def check_host_memory(operator: Operator, device: Device, with_output: bool) -> None:
-    """See to it that a call's result, and what the reference computes it from, fit into the host's memory.
+    """Check that a call's result, and what the reference computes it from, fit into the host's memory.
 
     Args:
         operator: what will run.

@@ -37,6 +37,7 @@ from dispatcher.errors import (
     DispatcherError,
     InputError,
     KernelError,
+    first_line,
 )
 from dispatcher.interface import Backend, Device, Executable
 from dispatcher.problem.operator import Operator
@@ -125,6 +126,11 @@ class Choice:
     skipped: tuple[tuple[str, str], ...]
 
 
+def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """Devices passed over, ready for JSON."""
+    return [{"device": label, "reason": reason} for label, reason in skipped]
+
+
 # ---- what there is -----------------------------------------------------------------------------------------
 def devices(*, retest: bool = False) -> list[Device]:
     """Every device of every backend, usable or not, in the order of the backends.
@@ -175,39 +181,44 @@ def tested(device: Device, retest: bool = False) -> Device:
 
 
 def _probe(name: str, retest: bool) -> tuple[Device, ...]:
-    module = registry.BACKENDS[name]
+    module, origin = registry.BACKENDS[name], registry.origin(name)
+
+    def killed(footprint: str) -> str:
+        """What became of a child process that looked for devices; empty where it survived that."""
+        listing = selftest.try_listing(module, footprint, again=retest)
+        return listing.reason if listing is not None and listing.outcome in selftest.BARRED else ""
+
+    # What others have written may end a process by being imported.
+    reason = "" if origin is None else killed(origin)
     try:
-        backend = registry.backend(name)
-        footprint = getattr(backend, "footprint", None)
-        listing = None if footprint is None else selftest.try_listing(module, footprint(), again=retest)
-    except InputError:
-        raise
-    except Exception as error:  # a broken driver library may raise anything while it is imported
+        backend: Any = None if reason else registry.backend(name)
+        if hasattr(backend, "footprint"):
+            reason = killed(backend.footprint())
+            if reason and hasattr(backend, "leave_out_deadly"):
+                safe = backend.leave_out_deadly(lambda: not killed(backend.footprint()))
+                reason = "" if safe else reason
+    except (Exception, SystemExit) as error:  # a broken driver library may raise anything when it is imported
+        if isinstance(error, InputError) and origin is None:  # a setting of self-tests
+            raise
         return (_unavailable(name, f"the {name} backend cannot be imported: {describe(error)}"),)
-    if listing is not None and listing.outcome in selftest.BARRED and not _made_safe(backend, module, retest):
+    if reason:
         return (
             _unavailable(
                 name,
-                f"looking for {name} devices {listing.reason} in a child process; `dispatcher doctor` shows "
+                f"looking for {name} devices {reason} in a child process; `dispatcher doctor` shows "
                 "what is installed, `dispatcher devices --retest` tries again",
             ),
         )
     try:
         found = tuple(backend.probe())
-    except Exception as error:
+        strangers = [device.backend for device in found if device.backend != name]
+    except (Exception, SystemExit) as error:
         return (_unavailable(name, f"looking for {name} devices failed: {describe(error)}"),)
+    if strangers:
+        return (
+            _unavailable(name, f"{name} lists a device of the backend {strangers[0]!r}; expected {name!r}"),
+        )
     return found or (_unavailable(name, f"{name} found no device"),)
-
-
-def _made_safe(backend: Any, module: str, retest: bool) -> bool:
-    """Whether a backend whose listing kills a process can leave out what does so."""
-
-    def survives() -> bool:
-        found = selftest.try_listing(module, backend.footprint(), again=retest)
-        return found is None or found.outcome not in selftest.BARRED
-
-    leave_out = getattr(backend, "leave_out_deadly", None)
-    return leave_out is not None and bool(leave_out(survives))
 
 
 def _unavailable(name: str, reason: str) -> Device:
@@ -217,10 +228,8 @@ def _unavailable(name: str, reason: str) -> Device:
 
 def describe(error: BaseException) -> str:
     """An error of any origin in one line."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, DispatcherError) and lines:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    line, kind = first_line(error), type(error).__name__
+    return line if isinstance(error, DispatcherError) or line == kind else f"{kind}: {line}"
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ seconds (60 without it).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import logging
@@ -20,22 +19,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from dispatcher.device.childprocess import FOREIGN_SIGNALS, Report, run_child
+from dispatcher.device.childprocess import FOREIGN_SIGNALS, run_child
 from dispatcher.device.filecache import FileCache
-from dispatcher.errors import DeviceError, InputError
-from dispatcher.interface import Backend, Device
+from dispatcher.errors import InputError
+from dispatcher.interface import Device
 
 VARIABLE = "DISPATCHER_SELF_TEST"
 TIME_LIMIT_S = 60.0
-PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
-#: Half a GFLOP: enough to tell devices apart, little enough for the slowest.
-SIZES = {"batch_size": 2, "depth": 4, "height": 16, "width": 16, "scaling_factor": 0.5}
-#: The speed is that of the fastest call among those that fit into this time.
-MEASURE_S = 0.2
+#: What the child process does. It checks results, which nothing in this room does, and is named to it as text.
+CHILD = "dispatcher.check.trial:child"
 
 Outcome = Literal["ok", "wrong", "error", "closed", "unsupported", "crashed", "hung"]
 
@@ -69,7 +65,7 @@ class SelfTest:
 
     @property
     def kept(self) -> bool:
-        """False for what may be mended without a new driver, and is harmless to find out again."""
+        """False for what may be fixed without a new driver, and is harmless to find out again."""
         return self.outcome not in ("error", "wrong")
 
 
@@ -94,11 +90,14 @@ def time_limit_s() -> float | None:
 
 
 def possible(module: str) -> bool:
-    """Whether a child process can import the backend's module too, and there is a Python to run it."""
+    """Whether a child process can import the backend's module too, and there is a Python to run it.
+
+    A package that the module is in is not imported.
+    """
     if not sys.executable:
         return False
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(module.partition(":")[0].partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
@@ -109,7 +108,7 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
 
     Args:
         device: as its backend lists it.
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         again: test even if the outcome is known.
 
     Returns:
@@ -127,7 +126,7 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
     """Find out in a child process whether looking for a backend's devices is safe.
 
     Args:
-        module: the backend's module.
+        module: where the backend is, as in :data:`dispatcher.registry.BACKENDS`.
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
@@ -197,9 +196,9 @@ def _taking_turns(patience_s: float) -> Iterator[None]:
 
 
 def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool]:
-    """Run :func:`child` in a process of its own; the outcome, and whether it will be the same next time."""
+    """Run :data:`CHILD` in a process of its own; the outcome, and whether it will be the same next time."""
     try:
-        ended = run_child("dispatcher.device.selftest:child", arguments, limit_s, {VARIABLE: "off"})
+        ended = run_child(CHILD, arguments, limit_s, {VARIABLE: "off"})
     except OSError as error:
         return SelfTest("error", f"could not be run: {error}"), False
     if ended.code is None:
@@ -240,77 +239,3 @@ def speed(device: Device) -> float:
 def failed(device: Device) -> bool:
     """Whether the self-test's operator could not be built or run on a device that survived it."""
     return str(device.facts.get("self_test", "")).startswith(FAILED)
-
-
-# ---- in the child process ----------------------------------------------------------------------------------
-def child(report: Report, module: str, *arguments: str) -> None:
-    """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
-    backend: Backend = importlib.import_module(module).BACKEND
-    if arguments[0] == "list":
-        backend.probe()
-        found = SelfTest("ok")
-    else:
-        found = _test(backend, int(arguments[1]), arguments[2])
-    report(asdict(found))
-
-
-def find_again(backend: Backend, index: int, name: str) -> Device:
-    """The device that another process has seen, usable or not.
-
-    Raises:
-        DeviceError: this process sees another one in its place, or none.
-    """
-    found: Mapping[int, Device] = {device.index: device for device in backend.probe()}
-    device = found.get(index)
-    if device is None or device.name != name:
-        seen = "nothing" if device is None else device.name
-        raise DeviceError(f"could not be run: it found {seen} in the place of {name}")
-    return device
-
-
-def _test(backend: Backend, index: int, name: str) -> SelfTest:
-    """Run the test's operator on a device of ``backend``."""
-    try:
-        device = find_again(backend, index, name)
-    except DeviceError as error:
-        return SelfTest("error", str(error))
-    if not device.available:
-        return SelfTest("closed", f"could not open it: {device.reason}")
-    try:
-        return _measure(backend, device)
-    except DeviceError as error:
-        return SelfTest("closed", f"could not open it: {_line(error)}")
-    except Exception as error:
-        return SelfTest("error", f"{FAILED}: {_line(error)}")
-
-
-def _measure(backend: Backend, device: Device) -> SelfTest:
-    from dispatcher.check.comparison import poisoned, verify_result
-    from dispatcher.check.inputs import random_tensors
-    from dispatcher.problem.arguments import bind_arguments, sort_arguments
-    from dispatcher.problem.loader import load_problem
-
-    problem = load_problem(PROBLEM)
-    operator = bind_arguments(problem, sort_arguments(problem, SIZES), case="kernelbench")
-    reason = backend.supports(operator, device)
-    if reason is not None:
-        return SelfTest("unsupported", f"was left out: {reason}")
-    tensors = random_tensors(operator, 0)
-    executable = backend.compile(operator, device, {})
-    result = poisoned(operator.output_shape, operator.dtype)
-    for array in tensors.values():
-        array.flags.writeable = False
-    executable(tensors, result)
-    comparison = verify_result(operator, tensors, result)
-    if not comparison.passed:
-        return SelfTest("wrong", f"gave a wrong result: {comparison.reason}")
-    best_s, begin = math.inf, time.perf_counter()
-    while time.perf_counter() - begin < MEASURE_S:
-        start = time.perf_counter()
-        executable(tensors, result)
-        best_s = min(best_s, time.perf_counter() - start)
-    return SelfTest("ok", "", operator.flops / max(best_s, 1e-9) / 1e9)
-
-
-def _line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -16,7 +16,6 @@ import numpy as np
 
 from dispatcher.errors import DeviceMemoryError
 from dispatcher.interface import Backend, Device, Executable, PlannedLaunch, Tensors, Timings
-from dispatcher.ops.steps import Normalize, Reduce, Softmax
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.operator import Operator, bind
 
@@ -43,7 +42,7 @@ def batch_parameter(operator: Operator) -> tuple[str, str]:
         Its name and an empty text, or an empty name and why the operator cannot be split.
     """
     problem = operator.problem
-    if any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in operator.steps):
+    if operator.mixes_batch:
         return "", "a step mixes batch items"
     source = next(tensor for tensor in problem.tensors if tensor.name == operator.source)
     name = str((source.shape or ("",))[0])

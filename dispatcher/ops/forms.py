@@ -37,7 +37,8 @@ class PointwiseForm:
         integral: of integers it makes integers, exactly.
         role: what a tensor argument does to the size of values: a ``factor`` multiplies them.
         pole: the operand at whose zero the function is not continuous: ``x``, ``a`` or none.
-        slope: bound on the size of the derivative; None where the ends of an interval tell how far values get apart.
+        slope: bound on the size of the derivative by ``x`` and by each argument; None where the ends of an interval
+            tell how far values get apart.
         rounding: error of a careful implementation beyond a few roundings of the result, in units of roundoff, as
             a function of ``x`` (an array).
         torch: dotted name of the PyTorch function that takes ``x`` and the arguments, or empty.

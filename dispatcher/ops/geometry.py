@@ -1,4 +1,8 @@
-"""The geometry of a transposed 3-D convolution: one frozen value from which everything is derived.
+"""The geometry of a 3-D convolution as a windowed contraction: one frozen value from which everything is derived.
+
+A windowed contraction makes each output from a window of inputs: over the output's phases, over the taps of a phase,
+and over the input channels. Its weights have one order, ``(IC, OC/groups, KD, KH, KW)`` with the taps of a transposed
+convolution. An ordinary convolution at stride 1 is one, with a view of the user's weights (:func:`contraction_view`).
 
 Notation, per spatial axis: input extent ``I``, kernel ``K``, stride ``S``, padding ``P``, output padding
 ``A``, dilation ``L``. Input voxel ``i`` and tap ``k`` meet at output position ``o = i*S - P + k*L``, hence
@@ -16,6 +20,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+from numpy.typing import NDArray
 
 from dispatcher.errors import GeometryError
 
@@ -84,6 +91,26 @@ class AxisGeometry:
                 f"output_padding {self.output_padding}, dilation {self.dilation})"
             )
 
+    @classmethod
+    def ordinary(cls, name: str, extent: int, kernel: int, padding: int, dilation: int) -> AxisGeometry:
+        """The axis of an ordinary convolution at stride 1, ``o = i + padding - k*dilation``, as a transposed one.
+
+        With its taps in reverse order, tap ``k`` of the kernel is tap ``kernel - 1 - k`` of a transposed convolution
+        whose padding is ``dilation*(kernel - 1) - padding``: both read input ``o + k*dilation - padding``.
+
+        Raises:
+            GeometryError: the padding is larger than ``dilation*(kernel - 1)``, or an extent is out of range.
+        """
+        reach = dilation * (kernel - 1)
+        if padding > reach >= 0:
+            raise GeometryError(
+                f"padding on axis {name} is {padding}; it must be {reach} or less, dilation * (kernel - 1), so that "
+                "no output is made of padding alone"
+            )
+        if padding < 0:
+            raise GeometryError(f"padding on axis {name} is {padding}; it must be 0 or more")
+        return cls(name, extent, kernel, padding=reach - padding, dilation=dilation)
+
     @property
     def output(self) -> int:
         """Output extent."""
@@ -131,9 +158,26 @@ class AxisGeometry:
         return min(offsets), max(offsets)
 
 
+def contraction_view(weight: NDArray[Any], groups: int) -> NDArray[Any]:
+    """An ordinary convolution's weights in a contraction's order, without copying.
+
+    Args:
+        weight: ``(OC, IC/groups, KD, KH, KW)``; of any dtype, so that an array of indices gives an order.
+        groups: independent channel groups.
+
+    Returns:
+        ``(IC, OC/groups, KD, KH, KW)``, the taps reversed.
+    """
+    out_channels, in_group, *taps = weight.shape
+    split = weight.reshape(groups, out_channels // groups, in_group, *taps)
+    view = split.swapaxes(1, 2)[..., ::-1, ::-1, ::-1]
+    ordered: NDArray[Any] = view.reshape(groups * in_group, out_channels // groups, *taps)
+    return ordered
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
-    """A whole transposed convolution.
+    """A whole convolution.
 
     Input ``(N, IC, ID, IH, IW)``, weight ``(IC, OC/groups, KD, KH, KW)``, output ``(N, OC, OD, OH, OW)``.
 

@@ -9,12 +9,17 @@ below. Backends realise the classes; what a :class:`Pointwise`, :class:`Pool` or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.ops.forms import PointwiseForm, ReductionForm
-from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.geometry import ConvGeometry, contraction_view
 
 Shape = tuple[int, int, int, int, int]
 AXES: dict[str, tuple[int, ...]] = {
@@ -84,11 +89,31 @@ class Step:
 
 @dataclass(frozen=True)
 class ConvTranspose3d(Step):
-    """Transposed convolution; weight ``(IC, OC/groups, KD, KH, KW)``, optional bias ``(OC,)``."""
+    """A convolution, transposed or ordinary, as a windowed contraction; optional bias ``(OC,)``.
+
+    Attributes:
+        geometry: of the contraction.
+        weight: the caller's tensor: ``(IC, OC/groups, KD, KH, KW)``, or that of an ordinary convolution.
+        bias: one term a channel, or None.
+        transposed: False for an ordinary convolution, whose weight is ``(OC, IC/groups, KD, KH, KW)``.
+    """
 
     geometry: ConvGeometry
     weight: TensorOperand
     bias: TensorOperand | None
+    transposed: bool = True
+
+    def contraction_weight(self, weight: NDArray[Any]) -> NDArray[Any]:
+        """The caller's weight tensor, or indices of it, in the contraction's order; a view where possible."""
+        weight = weight.reshape(self.weight.shape)
+        return weight if self.transposed else contraction_view(weight, self.geometry.groups)
+
+    def caller_order(self, order: NDArray[Any]) -> NDArray[Any]:
+        """Places in the contraction's weights as places in the caller's tensor; negative ones stay as they are."""
+        if self.transposed:
+            return order
+        places = self.contraction_weight(np.arange(math.prod(self.weight.shape), dtype=order.dtype)).ravel()
+        return np.where(order < 0, order, places[order])
 
     @property
     def operands(self) -> tuple[Operand, ...]:

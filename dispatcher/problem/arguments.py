@@ -2,11 +2,7 @@
 
 A call goes through three steps. :func:`sort_arguments` gives each keyword its role and checks it alone.
 :func:`bind_arguments` infers the sizes that tensors show, fills in the rest from a case and from defaults,
-and binds the operator. :func:`host_tensor` then turns one tensor into what a backend takes.
-
-Dtypes: float16, float32 and float64 stay what they are; integers and bool become float32; anything else is
-an error. All tensors of a call share one dtype. A list or tuple has no dtype of its own: it takes the other
-tensors', or float32 when there are none.
+and binds the operator. :func:`dispatcher.problem.arrays.host_tensor` then turns one tensor into what a backend takes.
 """
 
 from __future__ import annotations
@@ -16,38 +12,21 @@ import math
 import numbers
 import operator as python_operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dispatcher.errors import DtypeError, GeometryError, InputError
+from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
+from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import DTYPES, Operator, bind
-
-AXIS_SUFFIXES = ("d", "h", "w")
 
 
 class IncompleteError(InputError):
     """Sizes or scalars that nothing gives a value to."""
-
-
-@dataclass(frozen=True)
-class TensorArgument:
-    """A tensor as the caller passed it, looked at but not converted.
-
-    Attributes:
-        array: a NumPy array in whatever layout, or an array on a CUDA device.
-        shape: its extents.
-        dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
-        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``.
-    """
-
-    array: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
-    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,74 +183,6 @@ def scalar_value(name: str, value: Any) -> float:
     if math.isnan(number):
         raise InputError(f"{name} is nan; expected a number")
     return number
-
-
-def tensor_argument(name: str, value: Any) -> TensorArgument:
-    """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
-    array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
-
-    Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
-
-    Raises:
-        InputError: it cannot be read as an array.
-        DtypeError: its dtype is not a real number's.
-    """
-    if isinstance(value, TensorArgument):
-        return value
-    if not isinstance(value, np.ndarray):
-        from dispatcher.call import dlpack
-
-        found = _on_device(name, value)
-        if found is None and dlpack.on_cuda(name, value):
-            found = _on_device(name, dlpack.take(name, value))
-        if found is not None:
-            return found
-    if isinstance(value, np.ma.MaskedArray):
-        raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
-    if isinstance(value, str | bytes | Mapping | set | frozenset):
-        raise InputError(f"tensor {name} is {brief(value)}; expected an array")
-    only_dlpack = hasattr(value, "__dlpack__") and not any(
-        hasattr(value, other) for other in _ARRAY_PROTOCOLS
-    )
-    try:
-        array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
-    except Exception as error:  # whatever the object's own conversion raises
-        raise InputError(f"tensor {name} cannot be read as an array: {_first_line(error)}") from error
-    dtype = _checked_dtype(name, array.dtype)
-    return TensorArgument(array, array.shape, None if isinstance(value, list | tuple) else dtype)
-
-
-#: What NumPy reads an array from by itself.
-_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
-
-
-def _on_device(name: str, value: Any) -> TensorArgument | None:
-    """An array that offers ``__cuda_array_interface__``; None for anything else.
-
-    Raises:
-        InputError: what it offers cannot be read.
-        DtypeError: its dtype is not a floating-point one.
-    """
-    try:
-        interface = getattr(value, "__cuda_array_interface__", None)
-        if interface is None:
-            return None
-        dtype, shape = np.dtype(interface["typestr"]), tuple(map(python_operator.index, interface["shape"]))
-    except Exception as error:  # a library's property may raise anything
-        raise InputError(
-            f"tensor {name} has a __cuda_array_interface__ that cannot be read: {_first_line(error)}"
-        ) from error
-    if dtype.kind != "f":
-        raise DtypeError(f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}")
-    return TensorArgument(value, shape, _checked_dtype(name, dtype), True)
-
-
-def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.kind in "biu" or (dtype.kind == "f" and dtype.newbyteorder("=").name in DTYPES):
-        return dtype
-    raise DtypeError(
-        f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool"
-    )
 
 
 # ---- step 2: the operator ----------------------------------------------------------------------------------
@@ -528,21 +439,8 @@ def _incomplete(problem: Problem, missing: Sequence[str]) -> IncompleteError:
     return IncompleteError(f"{', '.join(names)} {verb} no value; {', or '.join(ways)}")
 
 
-# ---- step 3: what backends take ----------------------------------------------------------------------------
-def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """``array`` as a read-only C-contiguous array of ``dtype``: a view where it is one already, else a copy.
-
-    Read-only, so that a backend that tries to write to an input fails instead of changing the caller's data.
-    """
-    flags = array.flags
-    fits = array.dtype == dtype and flags.c_contiguous and flags.aligned
-    result = array.view() if fits else np.array(array, dtype=dtype, order="C")
-    result.flags.writeable = False
-    return result
-
-
 def check_options(options: Any) -> None:
-    """See to it that tuning choices are a mapping of names to values; which ones there are, a backend knows.
+    """Check that tuning choices are a mapping of names to values; which ones there are, a backend knows.
 
     Raises:
         InputError: they are not.
@@ -553,103 +451,6 @@ def check_options(options: Any) -> None:
         raise InputError(
             f"options is {brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
         )
-
-
-def snapshot(tensor: TensorArgument) -> TensorArgument:
-    """A tensor that later changes to the caller's array do not reach. Arrays on a device are not copied."""
-    return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
-
-
-def check_output(
-    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str = "output"
-) -> None:
-    """See to it that a result may be written to ``output``.
-
-    Args:
-        output: the caller's array: on the host, or on a CUDA device where the backend takes such arrays.
-        shape: what the operator makes.
-        dtype: what the operator makes.
-        inputs: the caller's tensors by name, unconverted.
-        name: what the caller calls it.
-
-    Raises:
-        InputError: it has another shape, dtype or layout, is read-only, or overlaps an input.
-    """
-    wanted = f"expected a writeable C-contiguous {dtype} array of shape {shape}"
-    if not isinstance(output, np.ndarray):
-        _check_device_output(output, shape, dtype, inputs, name, wanted)
-        return
-    if output.shape != shape:
-        raise InputError(f"{name} has shape {output.shape}; {wanted}")
-    if output.dtype != dtype:
-        raise DtypeError(f"{name} has dtype {output.dtype}; {wanted}")
-    if isinstance(output, np.ma.MaskedArray):
-        raise InputError(f"{name} is a masked array; {wanted}")
-    for problem, holds in (
-        ("not C-contiguous", not output.flags.c_contiguous),
-        ("read-only", not output.flags.writeable),
-        ("not aligned", not output.flags.aligned),
-    ):
-        if holds:
-            raise InputError(f"{name} is {problem}; {wanted}")
-    for tensor, array in inputs.items():
-        if isinstance(array, np.ndarray) and np.may_share_memory(output, array):
-            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
-
-
-def _check_device_output(
-    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str, wanted: str
-) -> None:
-    span = _device_span(output)
-    if span is None:
-        raise InputError(f"{name} is {brief(output)}; {wanted}")
-    interface = output.__cuda_array_interface__
-    if tuple(interface["shape"]) != shape:
-        raise InputError(f"{name} has shape {tuple(interface['shape'])}; {wanted}")
-    if np.dtype(interface["typestr"]) != dtype:
-        raise DtypeError(f"{name} has dtype {np.dtype(interface['typestr'])}; {wanted}")
-    if interface["data"][1]:
-        raise InputError(f"{name} is read-only; {wanted}")
-    if span[1] - span[0] != math.prod(shape) * np.dtype(dtype).itemsize or not _c_ordered(interface):
-        raise InputError(f"{name} is not C-contiguous; {wanted}")
-    for tensor, array in inputs.items():
-        other = _device_span(array)
-        if other is not None and other[0] < span[1] and span[0] < other[1]:
-            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
-
-
-def _device_span(array: Any) -> tuple[int, int] | None:
-    """First address and the one past the last of an array on a CUDA device; None for other objects."""
-    interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None:
-        return None
-    shape = tuple(interface["shape"])
-    start = end = int(interface["data"][0])
-    if 0 in shape:
-        return start, end
-    size = np.dtype(interface["typestr"]).itemsize
-    for extent, stride in zip(shape, _device_strides(interface), strict=True):
-        reach = (extent - 1) * stride
-        start, end = start + min(reach, 0), end + max(reach, 0)
-    return start, end + size
-
-
-def _device_strides(interface: Mapping[str, Any]) -> tuple[int, ...]:
-    strides = interface.get("strides")
-    if strides is not None:
-        return tuple(strides)
-    size = np.dtype(interface["typestr"]).itemsize
-    shape = tuple(interface["shape"])
-    return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _c_ordered(interface: Mapping[str, Any]) -> bool:
-    plain = _device_strides({**interface, "strides": None})
-    shape = tuple(interface["shape"])
-    return all(
-        extent == 1 or stride == wanted
-        for extent, stride, wanted in zip(shape, _device_strides(interface), plain, strict=True)
-    )
 
 
 # ---- text to numbers, for the command line -----------------------------------------------------------------
@@ -697,20 +498,3 @@ def _number(option: str, name: str, text: str, kind: Callable[[str], Any]) -> An
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise InputError(f"{option} {name} is {brief(text)}; expected {wanted}") from None
-
-
-# ---- texts -------------------------------------------------------------------------------------------------
-def brief(value: Any) -> str:
-    """A value in a message: short, on one line."""
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # an integer with too many digits to print
-        return f"a {type(value).__name__} too long to print"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import DtypeError, InputError
+from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     ConvTranspose3d,
+    Normalize,
     Operand,
+    Reduce,
     ScalarOperand,
     Shape,
+    Softmax,
     Step,
     TensorOperand,
     ValueOperand,
 )
-from dispatcher.ops.vocabulary import VOCABULARY, Binding, Field, default_of
+from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.model import Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
@@ -81,13 +85,34 @@ class Operator:
         return (elements + math.prod(self.output_shape)) * np.dtype(self.dtype).itemsize
 
     @property
+    def mixes_batch(self) -> bool:
+        """True when some step combines elements of different batch items."""
+        return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in self.steps)
+
+    @property
     def empty(self) -> bool:
         """True when the batch is empty, so that there is nothing to compute."""
         return math.prod(self.output_shape) == 0
 
 
+def operator_dict(operator: Operator) -> dict[str, Any]:
+    """What an operator computes, ready for JSON."""
+    return {
+        "problem": operator.problem.name,
+        "title": operator.problem.title,
+        "dtype": operator.dtype,
+        "precision": operator.precision,
+        "sizes": dict(operator.sizes),
+        "scalars": dict(operator.scalars),
+        "tensor_shapes": {name: list(shape) for name, shape in operator.tensor_shapes.items()},
+        "output_shape": list(operator.output_shape),
+        "flops": operator.flops,
+        "ideal_bytes": operator.ideal_bytes,
+    }
+
+
 def check_precision(precision: Any) -> None:
-    """See to it that ``precision`` is one of :data:`PRECISIONS`.
+    """Check that ``precision`` is one of :data:`PRECISIONS`.
 
     Raises:
         InputError: it is not.
@@ -146,7 +171,7 @@ def bind(
         MappingProxyType(dict(scalars)),
         dtype,
         precision,
-        tuple(binder.steps),
+        tuple(binder.pipeline.steps),
         source,
         MappingProxyType(shapes),
     )
@@ -164,13 +189,12 @@ class _Binder:
     ) -> None:
         self.sizes, self.scalars, self.shapes = sizes, scalars, shapes
         first = shapes[source]
-        self.values: list[Shape] = [(first[0], first[1], first[2], first[3], first[4])]
+        self.pipeline = Bound(VOCABULARY, [(first[0], first[1], first[2], first[3], first[4])])
         self.names: dict[str, int] = {source: 0}
-        self.steps: list[Step] = []
 
     def add(self, position: int, spec: StepSpec) -> None:
         kind = VOCABULARY[spec.op]
-        source = len(self.values) - 1
+        source = len(self.pipeline.values) - 1
         if spec.source is not None:
             if spec.source not in self.names:
                 raise InputError(
@@ -184,9 +208,9 @@ class _Binder:
             else default_of(field)
             for field in kind.fields
         }
-        kind.build(Binding(spec.op, position, source, fields, self.values, self.steps))
+        kind.build(Binding(spec.op, position, source, fields, self.pipeline))
         if spec.result is not None:
-            self.names[spec.result] = len(self.values) - 1
+            self.names[spec.result] = len(self.pipeline.values) - 1
 
     def resolve(self, position: int, op: str, field: Field, value: Any) -> Any:
         where = f"step {position} ({op}): {field.name}"
@@ -213,9 +237,9 @@ class _Binder:
         if isinstance(value, str):
             if value in self.names and self.names[value] > 0:
                 index = self.names[value]
-                return ValueOperand(index, self.values[index])
+                return ValueOperand(index, self.pipeline.values[index])
             if value in self.names and value not in self.scalars:
-                return ValueOperand(0, self.values[0])
+                return ValueOperand(0, self.pipeline.values[0])
             if value in self.shapes:
                 return self.tensor(where, value)
             number = self.scalars[value]

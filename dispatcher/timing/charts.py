@@ -13,59 +13,51 @@ import numpy as np
 from dispatcher.errors import InputError
 
 if TYPE_CHECKING:
-    from dispatcher.timing.racing import Benchmark, Measured, Race
+    from dispatcher.timing.results import Measured, PeerBenchmark, Race
 
 #: Ours in one hue, the peers in muted ones that differ in lightness as well.
 OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14", "#f7b799")
 PEER_COLOURS = ("#c9d3dc", "#9db4c5", "#6f93ad", "#4c7391", "#8c8c8c", "#4f4f4f")
+OTHER_ROOF, OTHER_POINT = "#333333", "#4c7391"
 MARKERS = "osD^vP"
 
 
 @dataclass(frozen=True)
-class Bars:
-    """The bars of one contender.
+class Entry:
+    """One contender on one problem.
 
     Attributes:
-        label: who it is.
-        colour: of the bars.
-        times_s: median and quartiles in seconds for each group of bars; None where it has no time.
+        problem: names a group of bars, and has a marker.
+        who: the contender, who has a colour.
+        ours: whether it is one of ours.
+        times_s: median and quartiles; None where there is no bar, and the point in the roofline is an outline.
+        reached: operations for each ideal byte, and operations in 1e9 a second; None without a point.
     """
 
-    label: str
-    colour: str
-    times_s: Sequence[tuple[float, float, float] | None]
+    problem: str
+    who: str
+    ours: bool
+    times_s: tuple[float, float, float] | None
+    reached: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
-class Roof:
-    """What a device can do at best: operations in 1e9 a second, and bytes in 1e9 a second."""
-
-    colour: str
-    gflops: float
-    gbytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Point:
-    """One operator under a roof.
+class Panel:
+    """A row of a chart: bars of times, and a roofline where there are points.
 
     Attributes:
-        intensity: operations for each ideal byte.
-        gflops: what was reached.
-        marker: stands for the operator.
-        colour: stands for who ran it.
-        hollow: drawn as an outline.
+        titles: of the two.
+        entries: what is drawn.
+        roofs: what a contender, or everybody, can do at best: operations and bytes, both in 1e9 a second.
     """
 
-    intensity: float
-    gflops: float
-    marker: str
-    colour: str
-    hollow: bool = False
+    titles: tuple[str, str]
+    entries: Sequence[Entry]
+    roofs: Mapping[str, tuple[float, float]]
 
 
 def require_matplotlib(path: str) -> None:
-    """See to it that a chart can be drawn to ``path``.
+    """Check that a chart can be drawn to ``path``.
 
     Raises:
         InputError: Matplotlib is not installed, or the file is not to be a PNG.
@@ -78,108 +70,13 @@ def require_matplotlib(path: str) -> None:
         )
 
 
-def colours_of(ours: Sequence[str], peers: Sequence[str]) -> dict[str, str]:
-    """A colour for each contender."""
-    palettes = ((ours, OUR_COLOURS), (peers, PEER_COLOURS))
-    return {name: palette[i % len(palette)] for names, palette in palettes for i, name in enumerate(names)}
-
-
 def short(problem: str) -> str:
     """A problem's name without what all of the bundled ones share."""
     return problem.replace("conv-transpose-3d-", "").replace("conv-transpose3d-", "")
 
 
-def draw_bars(axis: Any, groups: Sequence[str], series: Sequence[Bars]) -> None:
-    """Draw groups of bars, one bar for each contender, on a logarithmic scale of milliseconds."""
-    width = 0.84 / len(series)
-    for position, each in enumerate(series):
-        shown = [(index, time) for index, time in enumerate(each.times_s) if time is not None]
-        if not shown:
-            continue
-        places = [index + (position - (len(series) - 1) / 2) * width for index, _ in shown]
-        heights = [1e3 * median for _, (median, _, _) in shown]
-        below = [1e3 * max(0.0, median - low) for _, (median, low, _) in shown]
-        above = [1e3 * max(0.0, high - median) for _, (median, _, high) in shown]
-        bars = axis.bar(
-            places, heights, width * 0.94, yerr=(below, above), color=each.colour, label=each.label,
-            error_kw={"elinewidth": 0.8}, zorder=2,
-        )  # fmt: skip
-        axis.bar_label(
-            bars,
-            fmt=lambda ms: f"{ms:.3g}" if ms < 100 else f"{ms:.0f}",
-            fontsize=6.5,
-            padding=2,
-            rotation=90,
-        )
-    axis.set_xticks(range(len(groups)), [name.replace("-", "-\n", 2) for name in groups], fontsize=8)
-    axis.set_yscale("log")
-    axis.set_ylabel("milliseconds (log scale; lower is better)")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * 2.5)
-    axis.grid(axis="y", which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
-
-
-def draw_roofline(
-    axis: Any,
-    roofs: Sequence[Roof],
-    points: Sequence[Point],
-    markers: Mapping[str, str],
-    colours: Mapping[str, tuple[str, bool]],
-) -> None:
-    """Draw roofs and the points under them.
-
-    Args:
-        axis: Matplotlib's axis.
-        roofs: what the devices can do; where there are several, the legend has to say how much.
-        points: what was reached.
-        markers: operator to its marker, for the legend.
-        colours: contender to its colour and whether its points are hollow, for the legend.
-    """
-    intensities = [point.intensity for point in points]
-    edges = [roof.gflops / roof.gbytes_per_s for roof in roofs]
-    left, right = min([*intensities, *edges]) / 2, max([*intensities, *edges]) * 2
-    line = np.geomspace(left, right, 200)
-    for roof in roofs:
-        axis.plot(
-            line,
-            np.minimum(roof.gflops, roof.gbytes_per_s * line),
-            color=roof.colour,
-            linewidth=1.5,
-            zorder=2,
-        )
-    if len(roofs) == 1:
-        (roof,) = roofs
-        axis.annotate(
-            f"{roof.gflops:.0f} GFLOP/s of multiply-adds", (right, roof.gflops),
-            ha="right", va="bottom", fontsize=8,
-        )  # fmt: skip
-        axis.annotate(
-            f"{roof.gbytes_per_s:.0f} GB/s", (left, roof.gbytes_per_s * left), ha="left", va="bottom",
-            fontsize=8, xytext=(4, 8), textcoords="offset points",
-        )  # fmt: skip
-    for point in points:
-        face, edge = ("white", point.colour) if point.hollow else (point.colour, point.colour)
-        axis.plot(
-            point.intensity, point.gflops, point.marker, color=face, markeredgecolor=edge, markersize=8,
-            zorder=3 if point.hollow else 4,
-        )  # fmt: skip
-    for label, marker in markers.items():
-        axis.plot([], [], marker, color="#777777", label=label)
-    for label, (colour, hollow) in colours.items():
-        axis.plot([], [], "s", color="white" if hollow else colour, markeredgecolor=colour, label=label)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("operations per byte (each input and output once)")
-    axis.set_ylabel("GFLOP/s of the plain convolution; Winograd does fewer")
-    axis.grid(which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-
-
-def new_figure(rows: int) -> tuple[Any, Any]:
-    """A figure with ``rows`` rows of bars and a roofline; draws to files only.
+def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
+    """Write a chart as a PNG file, a row for each panel.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -189,22 +86,105 @@ def new_figure(rows: int) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    rows = len(panels)
     figure, axes = pyplot.subplots(
         rows, 2, figsize=(17, 5.6 * rows), squeeze=False, width_ratios=(1.7, 1), layout="constrained"
     )
-    return figure, axes
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the figure as a PNG file and forget it."""
-    from matplotlib import pyplot
-
+    everything = [entry for panel in panels for entry in panel.entries if entry.times_s is not None]
+    colours: dict[str, str] = {}
+    for ours, palette in ((True, OUR_COLOURS), (False, PEER_COLOURS)):
+        names = dict.fromkeys(entry.who for entry in everything if entry.ours == ours)
+        colours |= {name: palette[i % len(palette)] for i, name in enumerate(names)}
+    for (left, right), panel in zip(axes, panels, strict=True):
+        _draw_bars(left, panel, colours)
+        _draw_roofline(right, panel, colours)
+    figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
+def _draw_bars(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    """Draw groups of bars, one bar for each contender, on a logarithmic scale of milliseconds."""
+    groups = list(dict.fromkeys(entry.problem for entry in panel.entries))
+    series = dict.fromkeys(entry.who for entry in panel.entries if entry.times_s is not None)
+    width = 0.84 / max(1, len(series))
+    for position, who in enumerate(series):
+        mine = [entry for entry in panel.entries if entry.who == who]
+        shift = (position - (len(series) - 1) / 2) * width
+        shown = [
+            (groups.index(each.problem) + shift, each.times_s) for each in mine if each.times_s is not None
+        ]
+        heights = [1e3 * median for _, (median, _, _) in shown]
+        below = [1e3 * max(0.0, median - low) for _, (median, low, _) in shown]
+        above = [1e3 * max(0.0, high - median) for _, (median, _, high) in shown]
+        bars = axis.bar(
+            [place for place, _ in shown], heights, width * 0.94, yerr=(below, above), color=colours[who],
+            label=who, error_kw={"elinewidth": 0.8}, zorder=2,
+        )  # fmt: skip
+        axis.bar_label(bars, fmt=_milliseconds, fontsize=6.5, padding=2, rotation=90)
+    axis.set_xticks(range(len(groups)), [name.replace("-", "-\n", 2) for name in groups], fontsize=8)
+    axis.set_yscale("log")
+    axis.set_ylabel("milliseconds (log scale; lower is better)")
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, top * 2.5)
+    axis.grid(axis="y", which="major", color="#dddddd", zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
+    axis.set_title(panel.titles[0], loc="left")
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def _draw_roofline(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    """Draw roofs and the points under them; where there are several roofs, the legend has to say how much."""
+    points = [(entry, *entry.reached) for entry in panel.entries if entry.reached is not None]
+    if not points:
+        axis.set_axis_off()
+        axis.set_title("No roofline: no device here was measured", loc="left")
+        return
+    edges = [*(x for _, x, _ in points), *(gflops / gbytes for gflops, gbytes in panel.roofs.values())]
+    left, right = min(edges) / 2, max(edges) * 2
+    line = np.geomspace(left, right, 200)
+    for who, (gflops, gbytes) in panel.roofs.items():
+        roof = np.minimum(gflops, gbytes * line)
+        axis.plot(line, roof, color=colours.get(who, OTHER_ROOF), linewidth=1.5, zorder=2)
+        if len(panel.roofs) == 1:
+            axis.annotate(
+                f"{gflops:.0f} GFLOP/s of multiply-adds", (right, gflops), ha="right", va="bottom", fontsize=8
+            )
+            axis.annotate(
+                f"{gbytes:.0f} GB/s", (left, gbytes * left), ha="left", va="bottom", fontsize=8,
+                xytext=(4, 8), textcoords="offset points",
+            )  # fmt: skip
+    problems = list(dict.fromkeys(entry.problem for entry in panel.entries))
+    markers = {name: MARKERS[number % len(MARKERS)] for number, name in enumerate(problems)}
+    for name in dict.fromkeys(entry.problem for entry, _, _ in points):
+        axis.plot([], [], markers[name], color="#777777", label=name)
+    known: set[str] = set()
+    for entry, intensity, gflops in points:
+        edge = colours.get(entry.who, OTHER_POINT)
+        style = {"color": "white" if entry.times_s is None else edge, "markeredgecolor": edge}
+        order = 3 if entry.times_s is None else 4
+        axis.plot(intensity, gflops, markers[entry.problem], markersize=8, zorder=order, **style)
+        if entry.who not in known:
+            axis.plot([], [], "s", label=entry.who, **style)
+        known.add(entry.who)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("operations per byte (each input and output once)")
+    axis.set_ylabel("GFLOP/s of the plain convolution; Winograd does fewer")
+    axis.grid(which="major", color="#dddddd", zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axis.set_title(panel.titles[1], loc="left")
+
+
 def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
     """Write a chart of what ``dispatcher bench`` measured: times of warm calls, and a roofline.
+
+    The roofline has cold kernels of ours where the device tells, else whole cold calls; no peers.
 
     Args:
         races: at least one of them with a result.
@@ -214,69 +194,32 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    shown = [race for race in races if race.results]
-    mine = {result.name: result.device.name for race in shown for result in race.results}
-    labels = {_peer_name(peer): None for race in shown for peer in race.peers}
-    colours = colours_of(list(mine), list(labels))
-    figure, ((bars, roofline),) = new_figure(1)
-    contenders = [
-        {**{each.name: each for each in race.results}, **{_peer_name(peer): peer for peer in race.peers}}
-        for race in shown
-    ]
-    draw_bars(
-        bars,
-        [short(race.results[0].operator.problem.name) for race in shown],
-        [
-            Bars(name, colour, [_times(row[name]) if name in row else None for row in contenders])
-            for name, colour in colours.items()
-        ],
+    entries: list[Entry] = []
+    roofs: dict[str, tuple[float, float]] = {}
+    for race in races:
+        for result in race.results:
+            reached, operator = None, result.operator
+            if result.roofline is not None:
+                roofs[result.name] = (result.roofline.gflops, result.roofline.gbytes_per_s)
+                if operator.flops:
+                    gflops = operator.flops / (result.cold.kernel or result.cold.wall).median_s / 1e9
+                    reached = (operator.flops / operator.ideal_bytes, gflops)
+            entries.append(_entry(result, result.name, True, reached))
+        for peer in race.peers if race.results else ():
+            entries.append(_entry(peer, _peer_name(peer), False))
+    panel = Panel(
+        ("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"), entries, roofs
     )
-    bars.set_title("Time of a warm call (median, quartiles)", loc="left")
-    _draw_points(roofline, shown, colours)
-    figure.suptitle(title)
     try:
-        save(figure, path)
+        draw([panel], title, path)
     except OSError as error:
         raise InputError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def _peer_name(peer: Any) -> str:
-    return str(peer.name) if peer.place == "cpu" else f"{peer.name} ({peer.place})"
+def _entry(each: Measured, who: str, ours: bool, reached: tuple[float, float] | None = None) -> Entry:
+    times_s = (each.median_s, *each.quartiles_s)
+    return Entry(short(each.operator.problem.name), who, ours, times_s, reached)
 
 
-def _times(each: Measured) -> tuple[float, float, float]:
-    return each.median_s, *each.quartiles_s
-
-
-def _draw_points(axis: Any, races: Sequence[Race], colours: Mapping[str, str]) -> None:
-    """The roofline: cold kernels of ours where the device tells, else whole cold calls; no peers."""
-    roofs: dict[str, Roof] = {}
-    points: list[Point] = []
-    markers: dict[str, str] = {}
-    for number, race in enumerate(races):
-        for result in race.results:
-            if result.roofline is None:
-                continue
-            name = short(result.operator.problem.name)
-            markers.setdefault(name, MARKERS[number % len(MARKERS)])
-            limits = result.roofline
-            roofs.setdefault(
-                result.name,
-                Roof(colours[result.name], limits.gflops, limits.gbytes_per_s),
-            )
-            if result.operator.flops:
-                points.append(_point(result, markers[name], colours[result.name]))
-    if not points:
-        axis.set_axis_off()
-        axis.set_title("No roofline: no device here was measured", loc="left")
-        return
-    draw_roofline(
-        axis, list(roofs.values()), points, markers, {name: (colours[name], False) for name in roofs}
-    )
-    axis.set_title("Roofline (kernels, caches cold)", loc="left")
-
-
-def _point(result: Benchmark, marker: str, colour: str) -> Point:
-    seconds = (result.cold.kernel or result.cold.wall).median_s
-    operator = result.operator
-    return Point(operator.flops / operator.ideal_bytes, operator.flops / seconds / 1e9, marker, colour)
+def _peer_name(peer: PeerBenchmark) -> str:
+    return peer.name if peer.place == "cpu" else f"{peer.name} ({peer.place})"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +11,7 @@ from typing import Any, Literal
 
 from dispatcher.device.machine import busy_reason
 from dispatcher.errors import InputError
+from dispatcher.files import NotRegularError, TooLargeError, read_regular
 from dispatcher.timing.sampling import Times, bootstrap_ratio
 
 #: Schema of the results that can be read.
@@ -225,21 +224,19 @@ def _content(path: str | Path, name: str) -> bytes:
         InputError: it is another one, or cannot be read.
     """
     try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
-        if regular:
-            with open(path, "rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
+        return read_regular(path, MAX_FILE_BYTES)
+    except NotRegularError:
+        raise InputError(
+            f"{name} is not a regular file; save the result of `dispatcher bench --json` in one"
+        ) from None
+    except TooLargeError:
+        raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}") from None
     except (OSError, ValueError) as error:  # a ValueError: a name with a NUL in it
         raise InputError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not regular:
-        raise InputError(f"{name} is not a regular file; save the result of `dispatcher bench --json` in one")
-    if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}")
-    return content
 
 
 def _check(value: Any, form: Any, where: str) -> None:
-    """See to it that ``value`` has a form; see :data:`_REPORT`.
+    """Check that ``value`` has a form; see :data:`_REPORT`.
 
     Raises:
         ValueError: it has not.
@@ -367,11 +364,12 @@ def _differences(name: tuple[str, str], old: Mapping[str, Any], new: Mapping[str
             if None in sides or (part == "kernel" and old["kernel_clock"] != new["kernel_clock"]):
                 continue
             before, after = (Times(tuple(map(float, side["seconds"]))) for side in sides)
-            found.append(_judge(name, f"{state} {part}", before, after))
+            found.append(judge(name, f"{state} {part}", before, after))
     return found
 
 
-def _judge(name: tuple[str, str], what: str, old: Times, new: Times) -> Difference:
+def judge(name: tuple[str, str], what: str, old: Times, new: Times) -> Difference:
+    """What the samples of one thing say of the second result, by :data:`TEST`; ``name`` is problem and place."""
     low, high = bootstrap_ratio(new, old, CONFIDENCE)
     (old_low, old_high), (new_low, new_high) = old.quartiles_s, new.quartiles_s
     verdict: Verdict = "within the noise"

@@ -7,21 +7,24 @@ optimised or compiled as the library likes it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.errors import InputError
+from dispatcher.errors import DispatcherError, InputError
 from dispatcher.interface import Timings
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
+    Operand,
     Pointwise,
     Pool,
     Reduce,
@@ -29,7 +32,9 @@ from dispatcher.ops.steps import (
     Softmax,
     Step,
     TensorOperand,
+    ValueOperand,
 )
+from dispatcher.ops.vocabulary import MAXIMUM
 from dispatcher.problem.operator import Operator
 
 #: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
@@ -39,40 +44,17 @@ PEER_SLACK = 4.0
 Tensors = Mapping[str, np.ndarray]
 
 
-class Unsupported(Exception):
+class Unsupported(DispatcherError):
     """A peer cannot run this operator here."""
 
 
-class PeerCall(Protocol):
-    """A prepared peer."""
-
-    def __call__(self, timings: Timings | None = None) -> np.ndarray:
-        """Run once, from the input's array to the result's, and wait for it.
-
-        Args:
-            timings: filled in where the peer runs on a device with a clock of its own; else left alone.
-        """
-
-
-class MakePeer(Protocol):
-    """Prepares a peer for an operator."""
-
-    def __call__(
-        self, operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None
-    ) -> PeerCall:
-        """A call from the input's array to the result's.
-
-        Args:
-            operator: what to compute.
-            tensors: every input tensor by name, of the operator's dtype.
-            threads: threads on the CPU.
-            gpu: number of the CUDA device to run on; None for the CPU.
-
-        Raises:
-            ImportError: the library is not installed.
-            Unsupported: it cannot run the operator there.
-            Exception: whatever the library raises.
-        """
+#: A prepared peer: runs once, from the input's array to the result's, and waits for it. Fills its argument in where it
+#: runs on a device with a clock of its own; else leaves it alone.
+PeerCall = Callable[[Timings | None], np.ndarray]
+#: Prepares a peer from an operator, every input tensor by name in the operator's dtype, the number of threads on the
+#: CPU, and the number of the CUDA device to run on (None: on the CPU). It raises ImportError when the library is not
+#: installed, Unsupported when it cannot run the operator there, and whatever the library raises.
+MakePeer = Callable[[Operator, Tensors, int, int | None], PeerCall]
 
 
 @dataclass(frozen=True)
@@ -83,28 +65,14 @@ class Peer:
         label: what tables call it.
         modules: what it imports; all of them have to be installed.
         make: prepares it.
-        gpu: whether it can run on CUDA devices too.
     """
 
     label: str
     modules: tuple[str, ...]
     make: MakePeer
-    gpu: bool = False
 
 
-# ---- operators ---------------------------------------------------------------------------------------------
-def chain(operator: Operator) -> Sequence[Step]:
-    """The steps of a pipeline in which each step reads the one before.
-
-    Raises:
-        Unsupported: a step reads another value.
-    """
-    if any(step.source != index for index, step in enumerate(operator.steps)):
-        raise Unsupported("a step reads a value that is not the one before")
-    return operator.steps
-
-
-def scalar(operand: Any) -> float:
+def scalar(operand: Operand) -> float:
     """The value of a scalar operand."""
     if not isinstance(operand, ScalarOperand):
         raise Unsupported(f"expected a number, got {operand}")
@@ -113,13 +81,7 @@ def scalar(operand: Any) -> float:
 
 # ---- PyTorch -----------------------------------------------------------------------------------------------
 def torch_peer(
-    operator: Operator,
-    tensors: Tensors,
-    threads: int,
-    gpu: int | None = None,
-    *,
-    last: bool,
-    compiled: bool,
+    operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None, *, last: bool, compiled: bool
 ) -> PeerCall:
     """PyTorch, eager or compiled, on the CPU or a CUDA device.
 
@@ -141,18 +103,11 @@ def torch_peer(
         array = torch.from_numpy(tensors[operand.name]).to(device)
         return array.to(memory_format=memory_format) if array.ndim == 5 else array
 
-    stages = [torch_stage(step, constant) for step in chain(operator)]
-
-    def pipeline(x: Any) -> Any:
-        for stage in stages:
-            x = stage(x)
-        return x
-
-    function: Any = pipeline
+    function = torch_pipeline(operator, constant)
     if compiled:
         # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
         torch._dynamo.config.recompile_limit = 64
-        function = torch.compile(pipeline, dynamic=False, fullgraph=True)
+        function = torch.compile(function, dynamic=False, fullgraph=True)
     source = torch.from_numpy(tensors[operator.source])
     if gpu is not None:
         return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
@@ -191,48 +146,91 @@ def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: 
     return call
 
 
-def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One step as a PyTorch function.
+def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """All steps as one PyTorch function of the input.
 
     Args:
-        step: what to compute.
+        operator: what to compute.
         constant: gives the PyTorch tensor of a tensor operand.
     """
+    stages = [(step, torch_stage(step, constant)) for step in operator.steps]
+    fixed: dict[Any, Any] = {}  # operands that are no values of the pipeline
+    for step in operator.steps:
+        for operand in step.operands if isinstance(step, Pointwise) else ():
+            if isinstance(operand, TensorOperand):
+                fixed[operand] = constant(operand)
+            elif isinstance(operand, ScalarOperand):
+                fixed[operand] = operand.value
+
+    def pipeline(x: Any) -> Any:
+        values = [x]
+        for step, stage in stages:
+            operands = step.operands if isinstance(step, Pointwise) else ()
+            arguments = [
+                values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand]
+                for operand in operands
+            ]
+            values.append(stage(values[step.source], *arguments))
+        return values[-1]
+
+    return pipeline
+
+
+def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any]:
+    """One step as a PyTorch function of its source and, for a pointwise step, its operands."""
     import torch
     from torch.nn import functional as F
 
+    def channels(operand: TensorOperand | None) -> Any:
+        return None if operand is None else constant(operand).flatten()
+
     match step:
-        case ConvTranspose3d(geometry=geometry):
-            weight = constant(step.weight)
-            bias = None if step.bias is None else constant(step.bias).flatten()
+        case ConvTranspose3d(geometry=geometry, transposed=transposed):
+            weight, bias, groups = constant(step.weight), channels(step.bias), geometry.groups
             strides, padding, output_padding, dilation = (
                 tuple(getattr(axis, name) for axis in geometry.axes)
                 for name in ("stride", "padding", "output_padding", "dilation")
             )
-            groups = geometry.groups
-            return lambda x: F.conv_transpose3d(
-                x, weight, bias, strides, padding, output_padding, groups, dilation
-            )
-        case Pointwise(function="gelu"):
-            return lambda x: F.gelu(x)  # noqa: PLW0108 - typed whether PyTorch is installed or not
-        case Pointwise(function="clamp"):
-            low, high = (scalar(operand) for operand in step.arguments)
-            return lambda x: torch.clamp(x, low, high)
-        case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-            value = constant(operand) if isinstance(operand, TensorOperand) else scalar(operand)
-            return (lambda x: x + value) if function == "add" else (lambda x: x * value)
-        case Normalize(axes=(1,), groups=1, weight=None, bias=None):
-            channels, eps = step.shape[1], step.eps
-            return lambda x: F.layer_norm(x.movedim(1, -1), (channels,), eps=eps).movedim(-1, 1)
+            if transposed:
+                return lambda x: F.conv_transpose3d(
+                    x, weight, bias, strides, padding, output_padding, groups, dilation
+                )
+            around = tuple(axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes)
+            return lambda x: F.conv3d(x, weight, bias, 1, around, dilation, groups)
+        case Pointwise(form=form) if form.torch:
+            return dotted(form.torch)
+        case Normalize(eps=eps):
+            weight, bias = channels(step.weight), channels(step.bias)
+            count = step.shape[1]
+            match step.axes, step.groups:
+                case (1,), 1:
+                    return lambda x: F.layer_norm(x.movedim(1, -1), (count,), weight, bias, eps=eps).movedim(
+                        -1, 1
+                    )
+                case (1, 2, 3, 4), groups:
+                    return lambda x: F.group_norm(x, groups, weight, bias, eps)
+                case (2, 3, 4), 1:
+                    return lambda x: F.instance_norm(x, None, None, weight, bias, True, 0.0, eps)
+                case (0, 2, 3, 4), 1:
+                    return lambda x: F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
         case Softmax(axes=(2, 3, 4)):
             return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
-        case Pool(function=("max" | "mean") as function, window=window):
-            pool = F.max_pool3d if function == "max" else F.avg_pool3d
+        case Softmax(axes=(axis,)):
+            return lambda x: torch.softmax(x, axis)
+        case Pool(window=window):
+            pool = F.max_pool3d if step.form is MAXIMUM else F.avg_pool3d
             return lambda x: pool(x, window)
-        case Reduce(function="sum"):
-            axes = step.axes
-            return lambda x: x.sum(axes, keepdim=True)
+        case Reduce(form=form, axes=axes) if form.torch:
+            reduce = dotted(form.torch)
+            return lambda x: reduce(x, axes, keepdim=True)
     raise Unsupported(f"step {step.op} has no PyTorch form here")
+
+
+def dotted(name: str) -> Callable[..., Any]:
+    """The function of a dotted name, such as ``torch.nn.functional.gelu``."""
+    module, _, function = name.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 # ---- ONNX --------------------------------------------------------------------------------------------------
@@ -254,50 +252,66 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
         nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
         return name
 
-    value = "input"
-    for step in chain(operator):
+    def argument(operand: Operand) -> str:
+        if isinstance(operand, ValueOperand):
+            return values[operand.value]
+        return constant(operand.value if isinstance(operand, ScalarOperand) else tensors[operand.name])
+
+    def affine(value: str, step: Normalize) -> str:
+        for op, operand in (("Mul", step.weight), ("Add", step.bias)):
+            if operand is not None:
+                value = node(op, value, constant(tensors[operand.name].reshape(operand.shape)))
+        return value
+
+    values = ["input"]
+    for step in operator.steps:
+        value = values[step.source]
         match step:
-            case ConvTranspose3d(geometry=geometry):
+            case ConvTranspose3d(geometry=geometry, transposed=transposed):
                 padding = [axis.padding for axis in geometry.axes]
+                attributes = {
+                    "kernel_shape": [axis.kernel for axis in geometry.axes],
+                    "dilations": [axis.dilation for axis in geometry.axes],
+                    "group": geometry.groups,
+                }
+                if transposed:
+                    attributes["strides"] = [axis.stride for axis in geometry.axes]
+                    attributes["output_padding"] = [axis.output_padding for axis in geometry.axes]
+                else:
+                    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
                 inputs = [value, constant(tensors[step.weight.name])]
                 if step.bias is not None:
                     inputs.append(constant(tensors[step.bias.name].ravel()))
-                value = node(
-                    "ConvTranspose",
-                    *inputs,
-                    kernel_shape=[axis.kernel for axis in geometry.axes],
-                    strides=[axis.stride for axis in geometry.axes],
-                    pads=padding + padding,
-                    output_padding=[axis.output_padding for axis in geometry.axes],
-                    dilations=[axis.dilation for axis in geometry.axes],
-                    group=geometry.groups,
-                )
-            case Pointwise(function="gelu"):
-                value = node("Gelu", value)
-            case Pointwise(function="clamp"):
-                value = node("Clip", value, *(constant(scalar(operand)) for operand in step.arguments))
-            case Pointwise(function=("add" | "scale") as function, arguments=(operand,)):
-                other = tensors[operand.name] if isinstance(operand, TensorOperand) else scalar(operand)
-                value = node("Add" if function == "add" else "Mul", value, constant(other))
-            case Normalize(axes=(1,), groups=1, weight=None, bias=None):
+                op = "ConvTranspose" if transposed else "Conv"
+                value = node(op, *inputs, pads=padding + padding, **attributes)
+            case Pointwise(form=form, arguments=arguments) if form.onnx:
+                if form.onnx_attributes:
+                    named = zip(form.onnx_attributes, map(scalar, arguments), strict=True)
+                    value = node(form.onnx, value, **dict(named))
+                else:
+                    value = node(form.onnx, value, *map(argument, arguments))
+            case Normalize(groups=1):
                 # In primitives: both libraries fuse them, and are slower with the LayerNormalization
                 # operator between two transpositions, OpenVINO several times.
                 axes = constant(step.axes, np.int64)
                 centred = node("Sub", value, node("ReduceMean", value, axes, keepdims=1))
                 variance = node("ReduceMean", node("Mul", centred, centred), axes, keepdims=1)
                 deviation = node("Sqrt", node("Add", variance, constant(step.eps)))
-                value = node("Div", centred, deviation)
+                value = affine(node("Div", centred, deviation), step)
             case Softmax(axes=(2, 3, 4)):
                 flat = node("Reshape", value, constant([*step.shape[:2], -1], np.int64))
                 value = node("Softmax", flat, axis=2)
                 value = node("Reshape", value, constant(step.shape, np.int64))
-            case Pool(function=("max" | "mean") as function, window=window):
-                op = "MaxPool" if function == "max" else "AveragePool"
+            case Softmax(axes=(axis,)):
+                value = node("Softmax", value, axis=axis)
+            case Pool(window=window):
+                op = "MaxPool" if step.form is MAXIMUM else "AveragePool"
                 value = node(op, value, kernel_shape=list(window), strides=list(window))
-            case Reduce(function="sum"):
-                value = node("ReduceSum", value, constant(step.axes, np.int64), keepdims=1)
+            case Reduce(form=form) if form.onnx:
+                value = node(form.onnx, value, constant(step.axes, np.int64), keepdims=1)
             case _:
                 raise Unsupported(f"step {step.op} has no ONNX form here")
+        values.append(value)
     nodes[-1].output[0] = "output"
 
     def info(name: str, shape: Sequence[int]) -> Any:
@@ -314,7 +328,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
 
 
 def _cpu_float32(operator: Operator, gpu: int | None) -> None:
-    """See to it that a peer which computes in float32 on the CPU is asked for nothing else.
+    """Check that a peer which computes in float32 on the CPU is asked for nothing else.
 
     Raises:
         Unsupported: it is.
@@ -325,7 +339,7 @@ def _cpu_float32(operator: Operator, gpu: int | None) -> None:
         raise Unsupported(f"it computes in float32 here, not in {operator.dtype} ({operator.precision})")
 
 
-def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None) -> PeerCall:
     """ONNX Runtime's CPU provider, writing into an array that is allocated beforehand."""
     _cpu_float32(operator, gpu)
     import onnxruntime
@@ -348,7 +362,7 @@ def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: in
     return call
 
 
-def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
+def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None) -> PeerCall:
     """OpenVINO's CPU plugin in float32. The result is a view of its own output, which saves it a copy."""
     _cpu_float32(operator, gpu)
     # OpenVINO brings an older copy of a library along that an OpenCL driver needs: the drivers have to come first.
@@ -378,10 +392,7 @@ def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int |
 
 # ---- the table ---------------------------------------------------------------------------------------------
 def _torch(label: str, last: bool, compiled: bool) -> Peer:
-    def make(operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None) -> PeerCall:
-        return torch_peer(operator, tensors, threads, gpu, last=last, compiled=compiled)
-
-    return Peer(label, ("torch",), make, gpu=True)
+    return Peer(label, ("torch",), partial(torch_peer, last=last, compiled=compiled))
 
 
 #: What can be compared with, by the name that users write.

@@ -1,10 +1,11 @@
-"""Times of calls: taking them, emptying the caches before them, and what they come to."""
+"""Samples: reading the clock, what samples come to, and emptying the caches before them."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -36,15 +37,20 @@ def rate(amount: float, seconds: float) -> float | None:
     return value if 0 < value < math.inf else None
 
 
+# ---- times -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Times:
     """Samples of one thing.
 
     Attributes:
-        seconds: every sample, in the order in which it was taken; at least one.
+        seconds: every sample that counts, in the order in which it was taken; at least one.
+        dropped: samples that were taken and do not count; see :func:`quiet_times`.
+        noisy: no sample was quiet, so that all of them stand here for want of better ones.
     """
 
     seconds: tuple[float, ...]
+    dropped: int = 0
+    noisy: bool = False
 
     @property
     def median_s(self) -> float:
@@ -82,6 +88,32 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One timed call, and the machine's speed in GFLOP/s right before and right after it."""
+
+    seconds: float
+    before: float
+    after: float
+
+    def quiet(self, threshold: float) -> bool:
+        """True when both readings reached ``threshold`` GFLOP/s."""
+        return min(self.before, self.after) >= threshold
+
+
+def quiet_times(samples: Sequence[Sample], threshold: float) -> Times:
+    """The samples whose readings reached ``threshold`` GFLOP/s; all of them when none did.
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    if not samples:
+        raise ValueError("there are no samples to summarise")
+    quiet = tuple(sample.seconds for sample in samples if sample.quiet(threshold))
+    everything = tuple(sample.seconds for sample in samples)
+    return Times(quiet or everything, len(samples) - len(quiet), not quiet)
+
+
+@dataclass(frozen=True)
 class Ratio:
     """How many times as long the other takes.
 
@@ -89,17 +121,20 @@ class Ratio:
         value: the other's median over ours.
         low: the other's first quartile over our third one.
         high: the other's third quartile over our first one.
+        noisy: one of the two has no quiet sample.
     """
 
     value: float
     low: float
     high: float
+    noisy: bool = False
 
 
 def ratio(other: Times, ours: Times) -> Ratio:
     """How many times as long ``other`` takes as ``ours``, with the spread that the quartiles make."""
     (other_low, other_high), (low, high) = other.quartiles_s, ours.quartiles_s
-    return Ratio(other.median_s / ours.median_s, other_low / high, other_high / low)
+    value = other.median_s / ours.median_s
+    return Ratio(value, other_low / high, other_high / low, other.noisy or ours.noisy)
 
 
 def bootstrap_ratio(new: Times, old: Times, confidence: float) -> tuple[float, float]:

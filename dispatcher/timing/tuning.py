@@ -11,23 +11,23 @@ instead: copying arrays there and back takes longer than many an operator, and n
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from dispatcher.call.compiled import ProblemLike
 from dispatcher.check.comparison import bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.joining import JoinedDevice
-from dispatcher.device.selection import first_usable, parse_request
+from dispatcher.device.selection import describe, first_usable, parse_request
 from dispatcher.errors import DeviceError, DispatcherError, InputError
-from dispatcher.interface import Backend, Device, Executable, Timings
+from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
+from dispatcher.timing.rounds import Schedule, take_turns
+from dispatcher.timing.sampling import Times
 
 #: Times that the candidates of the final are run, interleaved.
 REPEATS = 7
@@ -35,17 +35,6 @@ REPEATS = 7
 FINALISTS = 4
 #: The winner has to be this much faster than the default to be kept.
 LEAST_GAIN = 1.03
-
-
-@runtime_checkable
-class Tunable(Protocol):
-    """What a backend offers that can be tuned."""
-
-    def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
-        """Options worth measuring; the first stand for the default without any tuning."""
-
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +122,7 @@ def tune(
     options = list(tuned.candidates(operator, device)) if isinstance(tuned, Tunable) else []
     if not options:
         raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
+    tell = progress or (lambda share: None)
     running: list[tuple[Mapping[str, Any], _Timed, float]] = []
     failed: list[Candidate] = []
     for index, entry in enumerate(options):
@@ -140,7 +130,7 @@ def tune(
             executable = tuned.compile(operator, device, entry)
             wrong = verify(executable(tensors))
         except DispatcherError as error:
-            wrong = str(error).splitlines()[0]
+            wrong = describe(error)
         if wrong:
             if index == 0:
                 raise DeviceError(f"{device.id}: the default itself is wrong: {wrong}")
@@ -148,17 +138,13 @@ def tune(
         else:
             timed = _Timed(executable, tensors, device)
             running.append((entry, timed, timed()))
-        if progress is not None:
-            progress(0.7 * (index + 1) / len(options))
+        tell(0.7 * (index + 1) / len(options))
     default, rest = running[0], sorted(running[1:], key=lambda run: run[2])
     final = [default, *rest[:FINALISTS]]
     times: list[list[float]] = [[] for _ in final]
-    for repeat in range(REPEATS):
-        for run, (_, timed, _) in zip(times, final, strict=True):
-            run.append(timed())
-        if progress is not None:
-            progress(0.7 + 0.3 * (repeat + 1) / REPEATS)
-    medians = [statistics.median(run) for run in times]
+    schedule = Schedule(REPEATS, pause_s=0.0, progress=lambda made, share: tell(0.7 + 0.3 * share))
+    take_turns(range(len(final)), schedule, lambda index: times[index].append(final[index][1]()))
+    medians = [Times(tuple(run)).median_s for run in times]
     ranked = sorted(
         (Candidate(entry, median) for (entry, _, _), median in zip(final[1:], medians[1:], strict=True)),
         key=lambda candidate: candidate.time_s or 0.0,
@@ -207,6 +193,17 @@ def tune_problem(
     """
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "tune", case=case, dtype=dtype, precision=precision)
+    return tune_operator(operator, device, seed, keep, progress)
+
+
+def tune_operator(
+    operator: Operator,
+    device: str | None,
+    seed: int = 0,
+    keep: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> TuneResult:
+    """:func:`tune_problem` for an operator that is bound already."""
     chosen, _ = first_usable(parse_request(device))
     if isinstance(chosen, JoinedDevice):
         raise InputError(

@@ -2,7 +2,8 @@
 
 Run it with PyTorch installed: ``python tests/data/make_torch_reference.py``. The tests need only its output.
 Every entry ``N`` has arrays ``N/tensor/NAME`` (float32) and ``N/result`` (float64), and in ``index`` (JSON)
-its problem and the values of its sizes and scalars.
+its problem and the values of its sizes and scalars. ``step/OP`` is what an operation of the vocabulary makes of the
+tensors ``step tensor/NAME``, with the fields that ``index`` gives.
 """
 
 from __future__ import annotations
@@ -74,6 +75,52 @@ PROBLEMS: dict[str, Callable[[Tensors, Numbers], torch.Tensor]] = {
     "conv-transpose3d-avgpool-clamp-softmax-multiply": avgpool_clamp_softmax_multiply,
     "conv-transpose3d-max-max-sum": max_max_sum,
 }
+
+Step = Callable[[torch.Tensor, Tensors], torch.Tensor]
+
+#: Operations of the vocabulary: their fields, and what PyTorch calls them.
+STEPS: dict[str, tuple[dict[str, Any], Step]] = {
+    "conv3d": (
+        {"weight": "v", "bias": "c", "padding": [1, 0, 2], "dilation": [1, 1, 2], "groups": 2},
+        lambda x, t: functional.conv3d(x, t["v"], t["c"], 1, (1, 0, 2), (1, 1, 2), 2),
+    ),
+    "divide": ({"by": "t"}, lambda x, t: x / t["t"]),
+    "maximum": ({"value": "t"}, lambda x, t: torch.maximum(x, t["t"])),
+    "minimum": ({"value": 0.125}, lambda x, t: x.clamp(max=0.125)),
+    "hardtanh": ({}, lambda x, t: functional.hardtanh(x)),
+    "relu": ({}, lambda x, t: torch.relu(x)),
+    "leaky_relu": ({"slope": 0.2}, lambda x, t: functional.leaky_relu(x, 0.2)),
+    "sigmoid": ({}, lambda x, t: torch.sigmoid(x)),
+    "tanh": ({}, lambda x, t: torch.tanh(x)),
+    "silu": ({}, lambda x, t: functional.silu(x)),
+    "softplus": ({}, lambda x, t: functional.softplus(x, threshold=60.0)),
+    "hardswish": ({}, lambda x, t: functional.hardswish(x)),
+    "mish": ({}, lambda x, t: functional.mish(x)),
+    "elu": ({"alpha": 0.75}, lambda x, t: functional.elu(x, 0.75)),
+    "selu": ({}, lambda x, t: torch.selu(x)),
+    "softsign": ({}, lambda x, t: functional.softsign(x)),
+    "exp": ({}, lambda x, t: torch.exp(x)),
+    "log": ({}, lambda x, t: torch.log(x)),  # NaN, too
+    "sqrt": ({}, lambda x, t: torch.sqrt(x)),
+    "abs": ({}, lambda x, t: torch.abs(x)),
+    "square": ({}, lambda x, t: torch.square(x)),
+    "reciprocal": ({}, lambda x, t: torch.reciprocal(x)),
+    "group_norm": ({"groups": 2, "weight": "c"}, lambda x, t: functional.group_norm(x, 2, t["c"])),
+    "instance_norm": ({}, lambda x, t: functional.instance_norm(x)),
+    "batch_norm": (
+        {"weight": "c", "bias": "c"},
+        lambda x, t: functional.batch_norm(x, None, None, t["c"], t["c"], training=True),
+    ),
+    "rms_norm": (
+        {"weight": "c", "eps": 0.5},
+        lambda x, t: functional.rms_norm(x.movedim(1, -1), (4,), t["c"], 0.5).movedim(-1, 1),
+    ),
+    "log_softmax": ({"axis": "channel"}, lambda x, t: torch.log_softmax(x, 1)),
+    "min": ({"axis": "spatial"}, lambda x, t: torch.amin(x, (2, 3, 4), keepdim=True)),
+    "product": ({"axis": "channel"}, lambda x, t: torch.prod(x, 1, keepdim=True)),
+    "log_sum_exp": ({"axis": "spatial"}, lambda x, t: torch.logsumexp(x, (2, 3, 4), keepdim=True)),
+}
+STEP_TENSORS = {"x": (2, 4, 3, 4, 5), "v": (4, 2, 2, 3, 2), "c": (4,), "t": (2, 1, 3, 1, 1)}
 
 AXES = ("d", "h", "w")
 
@@ -157,7 +204,16 @@ def main() -> None:
                 arrays[f"{len(index)}/tensor/{name}"] = array
             arrays[f"{len(index)}/result"] = result.numpy()
             index.append({"problem": problem, "numbers": numbers})
-    arrays["index"] = np.array(json.dumps({"torch": torch.__version__, "entries": index}))
+    drawn = {
+        name: generator.standard_normal(shape).astype(np.float32) for name, shape in STEP_TENSORS.items()
+    }
+    arrays |= {f"step tensor/{name}": array for name, array in drawn.items()}
+    tensors64 = {name: torch.from_numpy(array).double() for name, array in drawn.items()}
+    for op, (_, step) in STEPS.items():
+        arrays[f"step/{op}"] = step(tensors64["x"], tensors64).numpy()
+    fields = {op: given for op, (given, _) in STEPS.items()}
+    found = {"torch": torch.__version__, "entries": index, "steps": fields}
+    arrays["index"] = np.array(json.dumps(found))
     np.savez_compressed(Path(__file__).with_name("torch_reference.npz"), **arrays)
 
 

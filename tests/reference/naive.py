@@ -69,6 +69,31 @@ def conv_transpose3d(
     return y
 
 
+def conv3d(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    *,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> np.ndarray:
+    out_channels, in_group, *taps = weight.shape
+    out_group = out_channels // groups
+    sizes = [x.shape[2 + a] + 2 * padding[a] - dilation[a] * (taps[a] - 1) for a in range(3)]
+    y = np.zeros((x.shape[0], out_channels, *sizes))
+    for n, o, *voxel in places(y.shape):
+        products = [0.0 if bias is None else float(bias.reshape(-1)[o])]
+        for c, *tap in places((in_group, *taps)):
+            source = [voxel[a] + tap[a] * dilation[a] - padding[a] for a in range(3)]
+            if all(0 <= source[a] < x.shape[2 + a] for a in range(3)):
+                products.append(
+                    float(x[(n, o // out_group * in_group + c, *source)]) * float(weight[(o, c, *tap)])
+                )
+        y[(n, o, *voxel)] = math.fsum(products)
+    return y
+
+
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
@@ -192,6 +217,17 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
 
     def compute(step: Step, x: np.ndarray) -> np.ndarray:
         match step:
+            case ConvTranspose3d(geometry=geometry, transposed=False):
+                kernel = tensor(step.weight)
+                assert kernel is not None
+                return conv3d(
+                    x,
+                    kernel,
+                    tensor(step.bias),
+                    padding=[axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes],
+                    dilation=[axis.dilation for axis in geometry.axes],
+                    groups=geometry.groups,
+                )
             case ConvTranspose3d(geometry=geometry):
                 fields: dict[str, Any] = {
                     name: [getattr(axis, name) for axis in geometry.axes]

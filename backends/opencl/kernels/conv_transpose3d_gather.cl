@@ -4,9 +4,9 @@
 //   y[n][oc][od][oh][ow] = bias[oc] + sum of w[ic][oc][kd][kh][kw] * x[n][ic][id][ih][iw]
 //                          over taps with i*S - P + k*L = o on every axis and i inside the tensor
 //
-// A work-item owns one output element. The host defines the extents, strides, paddings, dilations and TAIL(x, c).
+// A work-item owns one output element. The host defines the extents, strides, paddings, dilations, TAIL(x) and PARAMETERS.
 kernel void conv_transpose3d_gather(global const REAL *restrict x, global const REAL *restrict weight,
-                                    global const REAL *restrict operands, global REAL *restrict y, const ulong count) {
+                                    global const REAL *restrict operands, global REAL *restrict y, const ulong count PARAMETERS) {
   const size_t index = get_global_id(0);
   if (index >= count) return;
   const int ow = index % OW, oh = index / OW % OH, od = index / ((size_t)OW * OH) % OD;
@@ -31,6 +31,6 @@ kernel void conv_transpose3d_gather(global const REAL *restrict x, global const 
       }
     }
   }
-  TAIL(sum, oc);
+  TAIL(sum);
   y[index] = sum;
 }

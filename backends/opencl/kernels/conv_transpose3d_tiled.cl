@@ -124,7 +124,7 @@ static void keep_sums(local REAL *first, const real_m sums, const int channel, g
 static void keep_folded(local REAL *first, const real_m folded, const int channel, global const REAL *operands) {
 #define KEEP_FOLDED(i)                                  \
   {                                                     \
-    REAL value = COMPONENT_M(folded, i) * FOLD_SHARE;   \
+    REAL value = FOLD_FINISH(COMPONENT_M(folded, i));    \
     FOLD_TAIL(value, channel);                          \
     first[i] = value;                                   \
   }
@@ -224,7 +224,7 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #define FOLD(j)                                                        \
   if (tn * THREAD_N + j < FOLD_CHANNELS) {                             \
     const real_m value = own[j * THREADS_M];                           \
-    folded##j = f == 0 ? value : FOLD_COMBINE(folded##j, value);       \
+    folded##j = f == 0 ? value : FOLD_COMBINE_ONE(folded##j, value);       \
   }
     EACH_N(FOLD)
 #endif

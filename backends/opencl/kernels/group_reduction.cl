@@ -1,5 +1,5 @@
-// Steps that reduce, for devices whose work-groups share the work: normalise, softmax, the reductions sum, mean, max and
-// log-sum-exp, and pools, which reduce over a window.
+// Steps that reduce, for devices whose work-groups share the work: normalise, softmax, reductions of any form, and pools, which
+// reduce over a window.
 //
 // A work-group owns LANES consecutive results of `count` (places of the axes that stay, width included); SLICES work-items share
 // each of them, and each takes every SLICES-th of its COUNT elements:
@@ -17,22 +17,24 @@
 //   PARTIAL_ELEMENTS    of local memory
 //   PLACE(result)       offset of a result's first element in the tensor
 //   OFFSET(i)           offset of element i from there
-//   CHANNEL(result, i), RESULT_CHANNEL(result)  channel of an element, and of a reduced result
-//   TAIL(x, c)          pointwise steps that ride on the store
-//   AFFINE(x, c), EPS   for normalise
+//   TAIL(x), RESULT_TAIL(x)  pointwise steps that ride on the store of element i of a result, and of a reduced result
+//   AFFINE(x), EPS      for normalise
 //   KERNEL_NAME         of a reduction
-//   STEP_*, REDUCE_*    which kernel to compile, and what it computes
+//   REDUCE_COMBINE(a, b), REDUCE_IDENTITY, REDUCE_LIFT(x), REDUCE_FINISH(t), REDUCE_SHIFTED  for a reduction
+//   PARAMETERS          of the kernel, for a0, a1, ...
+//   STEP_*              which kernel to compile
 
 #define EACH_ELEMENT for (INDEX i = slice; i < terms; i += SLICES)
 
-// total += the sum of `term`, an expression in i, over the work-item's elements.
-#define ADD_UP(total, term)                                    \
-  for (INDEX first = slice; first < terms; first += STRETCH) { \
-    const INDEX end = min(first + STRETCH, terms);             \
-    REAL run = R(0.0);                                         \
-    for (INDEX i = first; i < end; i += SLICES) run += (term); \
-    total += run;                                              \
+// total combined with `term`, an expression in i, of all elements of the work-item.
+#define COMBINE_UP(total, term, COMBINE, nothing)                      \
+  for (INDEX first = slice; first < terms; first += STRETCH) {         \
+    const INDEX end = min(first + STRETCH, terms);                     \
+    REAL run = nothing;                                                \
+    for (INDEX i = first; i < end; i += SLICES) run = COMBINE(run, (term)); \
+    total = COMBINE(total, run);                                       \
   }
+#define ADD_UP(total, term) COMBINE_UP(total, term, SUM_OF, R(0.0))
 
 static INDEX lane_of(const INDEX item) { return USE_SLICES_FIRST ? item / SLICES : item % LANES; }
 
@@ -51,7 +53,7 @@ static REAL squared(const REAL value) { return value * value; }
 #if STEP_NORMALIZE
 // y = (x - mean) / sqrt(variance + eps) [* weight[c] + bias[c]], the variance from a second pass over the deviations.
 kernel void normalize_group(global const REAL *x, global const REAL *restrict operands, global REAL *y,
-                            const ulong count) {
+                            const ulong count PARAMETERS) {
   BEGIN
   REAL total = R(0.0), squares = R(0.0);
   ADD_UP(total, x[base + OFFSET(i)])
@@ -61,8 +63,8 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
   const REAL scale = R(1.0) / sqrt(variance + operands[EPS]);
   EACH_ELEMENT {
     REAL value = (x[base + OFFSET(i)] - mean) * scale;
-    AFFINE(value, CHANNEL(result, i));
-    TAIL(value, CHANNEL(result, i));
+    AFFINE(value);
+    TAIL(value);
     y[base + OFFSET(i)] = value;
   }
 }
@@ -71,50 +73,46 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
 #if STEP_SOFTMAX
 // The true maximum is subtracted. exp is computed again for the store: on a GPU that costs less than writing it and reading it.
 kernel void softmax_group(global const REAL *x, global const REAL *restrict operands, global REAL *y,
-                          const ulong count) {
+                          const ulong count PARAMETERS) {
   BEGIN
   REAL largest = -INFINITY, total = R(0.0);
-  EACH_ELEMENT { largest = max_keep_nan(largest, x[base + OFFSET(i)]); }
+  EACH_ELEMENT { largest = max_v(largest, x[base + OFFSET(i)]); }
   largest = max_over_slices(largest, partial, lane, slice);
-  ADD_UP(total, exp_real(x[base + OFFSET(i)] - largest))
+  ADD_UP(total, exp_v(x[base + OFFSET(i)] - largest))
   const REAL scale = R(1.0) / sum_over_slices(total, partial, lane, slice);
   EACH_ELEMENT {
-    REAL value = exp_real(x[base + OFFSET(i)] - largest) * scale;
-    TAIL(value, CHANNEL(result, i));
+    REAL value = exp_v(x[base + OFFSET(i)] - largest) * scale;
+    TAIL(value);
     y[base + OFFSET(i)] = value;
   }
 }
 #endif
 
 #if STEP_REDUCE
+OVER_SLICES(combined_slices, REDUCE_COMBINE)
+
 kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
-                        const ulong count) {
+                        const ulong count PARAMETERS) {
   BEGIN
-#if REDUCE_MAX || REDUCE_LOG_SUM_EXP
+#if REDUCE_SHIFTED
   REAL largest = -INFINITY;
-  EACH_ELEMENT { largest = max_keep_nan(largest, x[base + OFFSET(i)]); }
+  EACH_ELEMENT { largest = max_v(largest, x[base + OFFSET(i)]); }
   largest = max_over_slices(largest, partial, lane, slice);
-#endif
-#if REDUCE_MAX
-  REAL value = largest;
-#else
-  REAL total = R(0.0);
-#if REDUCE_LOG_SUM_EXP
   // An infinite maximum is not subtracted: exp then gives 0 or infinity, and the logarithm the right limit.
   const REAL shift = fabs(largest) == INFINITY ? R(0.0) : largest;
-  ADD_UP(total, exp_real(x[base + OFFSET(i)] - shift))
+#define SHIFTED(v) ((v) - shift)
 #else
-  ADD_UP(total, x[base + OFFSET(i)])
+#define SHIFTED(v) (v)
 #endif
-  REAL value = sum_over_slices(total, partial, lane, slice);
-#if REDUCE_MEAN
-  value = value * (R(1.0) / COUNT);
-#elif REDUCE_LOG_SUM_EXP
-  value = log(value) + shift;
-#endif
+  REAL total = REDUCE_IDENTITY;
+  COMBINE_UP(total, REDUCE_LIFT(SHIFTED(x[base + OFFSET(i)])), REDUCE_COMBINE, REDUCE_IDENTITY)
+  total = combined_slices(total, partial, lane, slice);
+  REAL value = REDUCE_FINISH(total);
+#if REDUCE_SHIFTED
+  value = value + shift;
 #endif
   if (slice == 0 && result < count) {
-    TAIL(value, RESULT_CHANNEL(result));
+    RESULT_TAIL(value);
     y[result] = value;
   }
 }

@@ -18,19 +18,25 @@ static void store_lanes(const real_v value, global REAL *p, const int count) {
   for (int i = 0; i < count; i++) p[i] = lanes[i];
 }
 
-static REAL sum_of_lanes(const real_v value) {
+// The first min(count, VEC) lanes of a vector; the other ones become fill.
+static real_v first_lanes(const real_v value, const int count, const REAL fill) {
+  if (count >= VEC) return value;
   REAL lanes[VEC];
   STORE_V(value, lanes);
-  REAL total = lanes[0];
-  for (int i = 1; i < VEC; i++) total += lanes[i];
-  return total;
+  for (int i = 0; i < VEC; i++) lanes[i] = i < count ? lanes[i] : fill;
+  return LOAD_V(lanes);
 }
 
-// The largest lane; NaN when any lane is NaN.
-static REAL max_of_lanes(const real_v value) {
-  REAL lanes[VEC];
-  STORE_V(value, lanes);
-  REAL largest = lanes[0];
-  for (int i = 1; i < VEC; i++) largest = (lanes[i] > largest || lanes[i] != lanes[i]) ? lanes[i] : largest;
-  return largest;
-}
+// Defines NAME(value): the lanes of a vector combined by COMBINE(a, b).
+#define OVER_LANES(NAME, COMBINE)                                      \
+  static REAL NAME(const real_v value) {                               \
+    REAL lanes[VEC];                                                   \
+    STORE_V(value, lanes);                                             \
+    REAL total = lanes[0];                                             \
+    for (int i = 1; i < VEC; i++) total = COMBINE(total, lanes[i]);    \
+    return total;                                                      \
+  }
+
+#define ADD_LANES(a, b) ((a) + (b))
+OVER_LANES(sum_of_lanes, ADD_LANES)
+OVER_LANES(max_of_lanes, LARGER)

@@ -1,4 +1,5 @@
-// Arithmetic shared by every kernel: the element type, vectors, loads and stores, and the pointwise functions.
+// Arithmetic shared by every kernel: the element type, vectors, loads and stores, and the names that the C text of the
+// operator table uses (dispatcher/ops/forms.py).
 //
 // The host defines
 //   REAL         float or double: the type of every intermediate value and accumulator
@@ -28,6 +29,9 @@ typedef PASTE(REAL, VEC) real_v;
 #define STORE_V(value, pointer) PASTE(vstore, VEC)((value), 0, (pointer))
 #endif
 #define SPLAT(value) ((real_v)(value))
+#define VALUE real_v
+#define C(literal) SPLAT(R(literal))
+#define INLINE inline
 // A store past the caches, to a pointer that is a multiple of the vector, where the compiler has one.
 #if VEC > 1 && defined(__has_builtin)
 #if __has_builtin(__builtin_nontemporal_store)
@@ -54,18 +58,21 @@ typedef PASTE(REAL, VEC) real_v;
   ((real_v)(a.s8, b.s8, a.s9, b.s9, a.sa, b.sa, a.sb, b.sb, a.sc, b.sc, a.sd, b.sd, a.se, b.se, a.sf, b.sf))
 #endif
 
-// The larger of two values; NaN when either is NaN.
-inline real_v max_keep_nan(real_v a, real_v b) { return (b > a || b != b) ? b : a; }
-
-// min(max(x, low), high); NaN stays NaN, and high wins where high < low.
-inline real_v clamp_keep_nan(real_v x, REAL low, REAL high) {
-  real_v raised = (x < SPLAT(low)) ? SPLAT(low) : x;
-  return (raised > SPLAT(high)) ? SPLAT(high) : raised;
-}
+// The larger and the smaller of two values of any type; NaN when either is NaN.
+#define LARGER(a, b) (((b) > (a) || (b) != (b)) ? (b) : (a))
+#define SMALLER(a, b) (((b) < (a) || (b) != (b)) ? (b) : (a))
+inline real_v max_v(real_v a, real_v b) { return LARGER(a, b); }
+inline real_v min_v(real_v a, real_v b) { return SMALLER(a, b); }
+#define expm1_v expm1
+#define log_v log
+#define log1p_v log1p
+#define sqrt_v sqrt
+#define tanh_v tanh
+#define abs_v fabs
 
 #if REAL_IS_DOUBLE
 inline real_v erf_real(real_v x) { return erf(x); }
-inline real_v exp_real(real_v x) { return exp(x); }
+inline real_v exp_v(real_v x) { return exp(x); }
 #else
 // erf by a rational minimax approximation on [-4, 4] (odd numerator of degree 13 over an even denominator of degree 8);
 // beyond it erf rounds to +-1 in float. Absolute error below 2.5e-7.
@@ -98,7 +105,7 @@ typedef PASTE(int, VEC) int_v;
 #define AS_REAL_V(bits) PASTE(as_float, VEC)(bits)
 #define AS_INT_V(value) PASTE(as_int, VEC)(value)
 #endif
-inline real_v exp_real(real_v x) {
+inline real_v exp_v(real_v x) {
   real_v y = (x > SPLAT(89.0f)) ? SPLAT(89.0f) : x;
   y = (y < SPLAT(-104.0f)) ? SPLAT(-104.0f) : y;
   const real_v shifted = fma(y, SPLAT(1.44269504088896341f), SPLAT(12582912.0f));
@@ -119,28 +126,9 @@ inline real_v exp_real(real_v x) {
 }
 #endif
 
-// ---- pointwise functions of the vocabulary; a step's host-side table names these --------------------------------------
-
 // x/2 * (1 + erf(x/sqrt(2))). Below -20 the result is 0, also for -inf; +inf stays +inf.
-inline real_v gelu(real_v x) {
+inline real_v gelu_v(real_v x) {
   real_v v = (x < SPLAT(R(-20.0))) ? SPLAT(R(-20.0)) : x;
   real_v halved = v * SPLAT(R(0.5));
   return fma(halved, erf_real(v * SPLAT(R(0.70710678118654752440))), halved);
 }
-
-inline real_v relu(real_v x) { return (x < SPLAT(R(0.0))) ? SPLAT(R(0.0)) : x; }
-
-inline real_v leaky_relu(real_v x, real_v slope) { return (x > SPLAT(R(0.0)) || x != x) ? x : x * slope; }
-
-inline real_v sigmoid(real_v x) { return SPLAT(R(1.0)) / (SPLAT(R(1.0)) + exp_real(-x)); }
-
-// x * sigmoid(x), with exp(-|x|), which does not overflow. Minus infinity gives NaN, as the product says.
-inline real_v silu(real_v x) {
-  const real_v e = exp_real(-fabs(x));
-  return x * (((x < SPLAT(R(0.0))) ? e : SPLAT(R(1.0))) / (SPLAT(R(1.0)) + e));
-}
-
-// max(x, 0) + log(1 + exp(-|x|))
-inline real_v softplus(real_v x) { return relu(x) + log1p(exp_real(-fabs(x))); }
-
-inline real_v hardswish(real_v x) { return x * (clamp_keep_nan(x + SPLAT(R(3.0)), R(0.0), R(6.0)) / SPLAT(R(6.0))); }

@@ -4,7 +4,7 @@
 // planes of a line, so a window that is a multiple of the stride folds planes onto each other without moving lanes, and then
 // WINDOW_W / STRIDE_W neighbouring positions; a stride that is a multiple of the window keeps STRIDE_W / WINDOW_W planes apart.
 // pooled: [window rows along depth][FOLD_CHANNELS][FOLD_PLANES][FOLD_LINE], window rows along height FOLD_ROW apart.
-// The host defines FOLD_COMBINE(a, b), FOLD_IDENTITY and FOLD_SHARE (1, or 1/window volume for a mean).
+// The host defines the reduction: FOLD_COMBINE(a, b) of vectors, FOLD_COMBINE_ONE(a, b) of numbers, FOLD_IDENTITY, FOLD_FINISH(t).
 
 static void fold_clear(global REAL *restrict pooled) {
   for (int i = 0; i < FOLD_BOX_D * FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE; i += VEC) STORE_V(SPLAT(FOLD_IDENTITY), pooled + i);
@@ -30,12 +30,12 @@ static void fold_finish(global REAL *restrict pooled, global const REAL *restric
       for (int m = 0; m < POSITIONS_W / FOLD_NEIGHBOURS; m++) {
         global const REAL *source = line + row * FOLD_ROW + m * FOLD_NEIGHBOURS;
         REAL folded = source[0];
-        for (int j = 1; j < FOLD_NEIGHBOURS; j++) folded = FOLD_COMBINE_SCALAR(folded, source[j]);
+        for (int j = 1; j < FOLD_NEIGHBOURS; j++) folded = FOLD_COMBINE_ONE(folded, source[j]);
         line[row * FOLD_ROW + m] = folded;
       }
 #endif
     for (int i = 0; i < FOLD_PLANES * FOLD_LINE; i += VEC) {
-      real_v value = LOAD_V(line + i) * FOLD_SHARE;
+      real_v value = FOLD_FINISH(LOAD_V(line + i));
       FOLD_TAIL(value, c);
       STORE_V(value, line + i);
     }

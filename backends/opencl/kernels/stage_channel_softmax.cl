@@ -4,12 +4,12 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
   for (int i = 0; i < STAGE_RUN; i += VEC) {
     global REAL *p = line + i;
     real_v maximum = LOAD_V(p);
-    for (int c = 1; c < STAGE_CHANNELS; c++) maximum = max_keep_nan(maximum, LOAD_V(p + c * STAGE_RUN));
+    for (int c = 1; c < STAGE_CHANNELS; c++) maximum = max_v(maximum, LOAD_V(p + c * STAGE_RUN));
     real_v total = SPLAT(R(0.0));
     for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS) {
       real_v run = SPLAT(R(0.0));
       for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++) {
-        const real_v e = exp_real(LOAD_V(p + c * STAGE_RUN) - maximum);
+        const real_v e = exp_v(LOAD_V(p + c * STAGE_RUN) - maximum);
         STORE_V(e, p + c * STAGE_RUN);
         run += e;
       }

@@ -3,18 +3,17 @@
 //
 // It may work in place (x and y the same buffer). A work-item owns every SHARES-th vector of one row (n, c, d, h) of WIDTH elements:
 // the whole row with SHARES 1, and one vector of it with as many shares as vectors, so that neighbouring work-items, which is what
-// GPUs like, work on neighbouring elements. The host defines CHANNELS, DEPTH, HEIGHT, WIDTH, SHARES, BUFFERS (the extra kernel
-// parameters), FIRST(x, c) (the step, reading its buffers at row base w), and TAIL(x, c).
+// GPUs like, work on neighbouring elements. The host defines CHANNELS, DEPTH, HEIGHT, WIDTH, SHARES, PARAMETERS
+// (for a0, a1, ...) and TAIL(x).
 kernel void pointwise_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
-                           const ulong count BUFFERS) {
+                           const ulong count PARAMETERS) {
   const size_t item = get_global_id(0), row = item / SHARES;
   if (item >= count) return;
   const size_t h = row % HEIGHT, d = row / HEIGHT % DEPTH, c = row / ((size_t)HEIGHT * DEPTH) % CHANNELS,
                n = row / ((size_t)HEIGHT * DEPTH * CHANNELS);
   for (int w = item % SHARES * VEC; w < WIDTH; w += SHARES * VEC) {
     real_v value = load_lanes(x + row * WIDTH + w, WIDTH - w, R(0.0));
-    FIRST(value, c);
-    TAIL(value, c);
+    TAIL(value);
     store_lanes(value, y + row * WIDTH + w, WIDTH - w);
   }
 }

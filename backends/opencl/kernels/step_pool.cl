@@ -1,23 +1,23 @@
-// Average or maximum pooling in a launch of its own: stride = window, no padding, whole windows only.
+// Pooling in a launch of its own: stride = window, no padding, whole windows only.
 //
 // A work-item owns one output row (n, c, d, h). Rows of the window are combined first, vector by vector, then neighbours along
-// width. The host defines CHANNELS, IN_D, IN_H, IN_W, OUT_D, OUT_H, OUT_W, WINDOW_D, WINDOW_H, WINDOW_W, POOL_COMBINE(a, b),
-// POOL_COMBINE_SCALAR(a, b), POOL_SHARE and TAIL(x, c).
+// width. The host defines CHANNELS, IN_D, IN_H, IN_W, OUT_D, OUT_H, OUT_W, WINDOW_D, WINDOW_H, WINDOW_W, the reduction:
+// POOL_COMBINE(a, b), POOL_COMBINE_ONE(a, b), POOL_LIFT(x), POOL_FINISH(t), and TAIL(x).
 kernel void pool_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
-                      const ulong count) {
+                      const ulong count PARAMETERS) {
   const size_t row = get_global_id(0);
   if (row >= count) return;
-  const size_t h = row % OUT_H, d = row / OUT_H % OUT_D, nc = row / ((size_t)OUT_H * OUT_D), c = nc % CHANNELS;
+  const size_t h = row % OUT_H, d = row / OUT_H % OUT_D, nc = row / ((size_t)OUT_H * OUT_D), c = nc % CHANNELS, n = nc / CHANNELS;
   global const REAL *window = x + ((nc * IN_D + d * WINDOW_D) * IN_H + h * WINDOW_H) * IN_W;
   for (int w = 0; w < OUT_W; w += VEC) {
     REAL folded[VEC * WINDOW_W];
     const int extent = min(VEC, OUT_W - w) * WINDOW_W;
     for (int i = 0; i < extent; i += VEC) {
       global const REAL *p = window + w * WINDOW_W + i;
-      real_v value = load_lanes(p, extent - i, R(0.0));
+      real_v value = POOL_LIFT(load_lanes(p, extent - i, R(0.0)));
       for (int j = 1; j < WINDOW_D * WINDOW_H; j++) {
         global const REAL *q = p + ((size_t)(j / WINDOW_H) * IN_H + j % WINDOW_H) * IN_W;
-        value = POOL_COMBINE(value, load_lanes(q, extent - i, R(0.0)));
+        value = POOL_COMBINE(value, POOL_LIFT(load_lanes(q, extent - i, R(0.0))));
       }
       STORE_V(value, folded + i);
     }
@@ -25,11 +25,11 @@ kernel void pool_step(global const REAL *restrict x, global const REAL *restrict
     for (int i = 0; i < VEC; i++) {
       REAL value = i * WINDOW_W < extent ? folded[i * WINDOW_W] : R(0.0);
       for (int j = 1; j < WINDOW_W; j++)
-        if (i * WINDOW_W < extent) value = POOL_COMBINE_SCALAR(value, folded[i * WINDOW_W + j]);
+        if (i * WINDOW_W < extent) value = POOL_COMBINE_ONE(value, folded[i * WINDOW_W + j]);
       pooled[i] = value;
     }
-    real_v value = LOAD_V(pooled) * POOL_SHARE;
-    TAIL(value, c);
+    real_v value = POOL_FINISH(LOAD_V(pooled));
+    TAIL(value);
     store_lanes(value, y + row * OUT_W + w, OUT_W - w);
   }
 }

@@ -1,4 +1,4 @@
-// Steps that reduce over axes, one launch each: normalise, softmax, and the reductions sum, mean, max, log-sum-exp.
+// Steps that reduce over axes, one launch each: normalise, softmax, and reductions of any form.
 //
 // Tensors are contiguous [N][C][D][H][W]. A work-item owns one place of the axes that stay (without width). Lanes of a vector run
 // along width in either case:
@@ -18,20 +18,25 @@
 //   CASCADE               runs that are added up before they join the whole sum
 //   EACH_IN_RUN           loop over one run (width in vectors, when it is reduced)
 //   OFFSET                offset inside the reduction, from the loops' indices and w or w0
-//   CHANNEL, RESULT_CHANNEL  channel of the current element, and of a reduced result
-//   TAIL(x, c)            pointwise steps that ride on the store
-//   AFFINE(x, c), EPS     for normalise
+//   TAIL(x), RESULT_TAIL(x)  pointwise steps that ride on the store of an element, and of a reduced result
+//   AFFINE(x), EPS        for normalise
+//   REDUCE_COMBINE(a, b), REDUCE_COMBINE_ONE(a, b), REDUCE_IDENTITY, REDUCE_LIFT(x), REDUCE_FINISH(t), REDUCE_SHIFTED
+//                         for a reduction: combining vectors and numbers, what an element contributes, the result of the
+//                         total; the maximum is subtracted before and added after when it is shifted
+//   PARAMETERS            of the kernel, for a0, a1, ...
 //   STEP_*                which kernel to compile
 
 #if USE_WIDTH_REDUCTION
 #define EACH_RESULT const int w0 = 0;
 #define COMBINE_SUM(v) SPLAT(sum_of_lanes(v))
 #define COMBINE_MAX(v) SPLAT(max_of_lanes(v))
+#define COMBINE_ALL(v) SPLAT(combined_lanes(v))
 #define RESULT_WIDTH 1
 #else
 #define EACH_RESULT for (int w0 = 0; w0 < WIDTH; w0 += VEC)
 #define COMBINE_SUM(v) (v)
 #define COMBINE_MAX(v) (v)
+#define COMBINE_ALL(v) (v)
 #define RESULT_WIDTH WIDTH
 #endif
 // A sum of runs: `total` of the last few, `total_above` of all before them.
@@ -58,7 +63,7 @@
 
 #if STEP_NORMALIZE
 kernel void normalize_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
-                           const ulong count) {
+                           const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
   if (outer >= count) return;
   const size_t base = OUTER_BASE(outer);
@@ -86,8 +91,8 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
     EACH_RUN {
       EACH_IN_RUN {
         real_v value = (load_lanes(x + base + OFFSET, LEFT, R(0.0)) - mean) * scale;
-        AFFINE(value, CHANNEL);
-        TAIL(value, CHANNEL);
+        AFFINE(value);
+        TAIL(value);
         store_lanes(value, y + base + OFFSET, LEFT);
       }
     }
@@ -97,21 +102,21 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
 
 #if STEP_SOFTMAX
 kernel void softmax_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
-                         const ulong count) {
+                         const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
   if (outer >= count) return;
   const size_t base = OUTER_BASE(outer);
   EACH_RESULT {
     real_v largest = SPLAT(-INFINITY);
     EACH_RUN {
-      EACH_IN_RUN { largest = max_keep_nan(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
+      EACH_IN_RUN { largest = max_v(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
     }
     largest = COMBINE_MAX(largest);
     SUM_BEGIN(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
-        const real_v e = exp_real(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
+        const real_v e = exp_v(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
         store_lanes(e, y + base + OFFSET, LEFT);
         run += e;
       }
@@ -122,7 +127,7 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
     EACH_RUN {
       EACH_IN_RUN {
         real_v value = load_lanes(y + base + OFFSET, LEFT, R(0.0)) * scale;
-        TAIL(value, CHANNEL);
+        TAIL(value);
         store_lanes(value, y + base + OFFSET, LEFT);
       }
     }
@@ -131,44 +136,56 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
 #endif
 
 #if STEP_REDUCE
+#if USE_WIDTH_REDUCTION
+OVER_LANES(combined_lanes, REDUCE_COMBINE_ONE)
+#endif
+
 kernel void reduce_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
-                        const ulong count) {
+                        const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
   if (outer >= count) return;
   const size_t base = OUTER_BASE(outer);
   EACH_RESULT {
-#if REDUCE_MAX || REDUCE_LOG_SUM_EXP
+#if REDUCE_SHIFTED
     real_v largest = SPLAT(-INFINITY);
     EACH_RUN {
-      EACH_IN_RUN { largest = max_keep_nan(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
+      EACH_IN_RUN { largest = max_v(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
     }
     largest = COMBINE_MAX(largest);
-#endif
-#if REDUCE_MAX
-    real_v value = largest;
-#else
-#if REDUCE_LOG_SUM_EXP
     // An infinite maximum is not subtracted: exp then gives 0 or infinity, and the logarithm the right limit.
     const real_v shift = (fabs(largest) == SPLAT(INFINITY)) ? SPLAT(R(0.0)) : largest;
-#define TERM(p) exp_real(load_lanes(p, LEFT, -INFINITY) - shift)
+#define SHIFTED(v) ((v) - shift)
 #else
-#define TERM(p) load_lanes(p, LEFT, R(0.0))
+#define SHIFTED(v) (v)
 #endif
-    SUM_BEGIN(total)
+    const real_v nothing = SPLAT(REDUCE_IDENTITY);
+    real_v total = nothing, total_above = nothing;
+    int total_runs = 0;
     EACH_RUN {
-      real_v run = SPLAT(R(0.0));
-      EACH_IN_RUN { run += TERM(x + base + OFFSET); }
-      SUM_ADD(total, run)
+      real_v run = nothing;
+      EACH_IN_RUN {
+#if REDUCE_LIFTED
+        const real_v element = SHIFTED(load_lanes(x + base + OFFSET, LEFT, R(0.0)));
+        const real_v lifted = first_lanes(REDUCE_LIFT(element), LEFT, REDUCE_IDENTITY);
+#else
+        const real_v lifted = load_lanes(x + base + OFFSET, LEFT, REDUCE_IDENTITY);
+#endif
+        run = REDUCE_COMBINE(run, lifted);
+      }
+      total = REDUCE_COMBINE(total, run);
+      if (++total_runs == CASCADE) {
+        total_above = REDUCE_COMBINE(total_above, total);
+        total = nothing;
+        total_runs = 0;
+      }
     }
-    total += total_above;
-    real_v value = COMBINE_SUM(total);
-#if REDUCE_MEAN
-    value = value * SPLAT(R(1.0) / COUNT);
-#elif REDUCE_LOG_SUM_EXP
-    value = log(value) + shift;
+    total = REDUCE_COMBINE(total, total_above);
+    total = COMBINE_ALL(total);
+    real_v value = REDUCE_FINISH(total);
+#if REDUCE_SHIFTED
+    value = value + shift;
 #endif
-#endif
-    TAIL(value, RESULT_CHANNEL);
+    RESULT_TAIL(value);
     store_lanes(value, y + OUTER_RESULT(outer) + w0, RESULT_WIDTH - w0);
   }
 }

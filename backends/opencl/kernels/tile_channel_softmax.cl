@@ -4,10 +4,10 @@ static void PASTE(stage_, STAGE)(local REAL *results, local REAL *partial, globa
                                  const int lane, const int slice) {
   for (int column = lane; column < COLUMNS; column += LANES) {
     REAL largest = -INFINITY, total = R(0.0);
-    for (int c = slice; c < STAGE_CHANNELS; c += SLICES) largest = max_keep_nan(largest, results[c * COLUMNS + column]);
+    for (int c = slice; c < STAGE_CHANNELS; c += SLICES) largest = max_v(largest, results[c * COLUMNS + column]);
     largest = max_over_slices(largest, partial, lane, slice);
     for (int c = slice; c < STAGE_CHANNELS; c += SLICES) {
-      const REAL e = exp_real(results[c * COLUMNS + column] - largest);
+      const REAL e = exp_v(results[c * COLUMNS + column] - largest);
       results[c * COLUMNS + column] = e;
       total += e;
     }

@@ -1,8 +1,4 @@
-"""What a backend gets to run somebody's own kernel, and what it gives back.
-
-A backend that can do that has one more method than :class:`dispatcher.interface.Backend` asks for; see
-:class:`KernelHost`. It is called in a process of its own, since such a kernel may crash or hang.
-"""
+"""Somebody's own kernel for a problem: its source, and how to call the function in it."""
 
 from __future__ import annotations
 
@@ -13,22 +9,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
-
-import numpy as np
-
-from dispatcher.interface import Device
+from typing import Any, Literal
 
 #: What a parameter is: a tensor to read, the tensor to write, a ``size_t`` or a ``double``.
 Kind = Literal["input", "output", "size", "double"]
-
-#: Bytes before and behind each tensor on the device.
-MARGIN_BYTES = 4096
-#: The value of each of them at first. A float of any width that is made of such bytes is NaN, so that what a kernel
-#: reads there shows in its result.
-MARGIN = 0xFF
-#: Their value in repeated launches, so that it shows when a kernel writes the other one there.
-OTHER_MARGIN = 0x7F
 
 #: A folder for included files in a compiler's options, which may stand in the next of them (a NUL ends each).
 _INCLUDE = re.compile(r"(?<![^\s\0])(-I[\s\0]*)([^\s\0\"']+)")
@@ -127,50 +111,3 @@ _KEYWORDS = frozenset(
         *("double", "float", "half", "int", "long", "short", "default", "switch", "case"),
     )
 )
-
-
-class LoadedKernel(Protocol):
-    """A kernel that is built and ready to run, with its tensors in the device's memory."""
-
-    def place(self, name: str, array: np.ndarray, margin: int = MARGIN) -> None:
-        """Put ``array`` into memory of its own as parameter ``name``, with :data:`MARGIN_BYTES` on both sides.
-
-        Args:
-            margin: value of these bytes.
-
-        Raises:
-            DeviceMemoryError: the device has no room for it.
-        """
-
-    def poison(self, name: str) -> None:
-        """Fill the tensor of parameter ``name`` with NaN, and leave the margins as they are."""
-
-    def fetch(self, name: str, array: np.ndarray) -> tuple[bytes, bytes]:
-        """Copy the tensor of parameter ``name`` into ``array``; returns what is in the margins."""
-
-    def launch(self, numbers: Mapping[str, int | float]) -> float | None:
-        """Run once with these sizes and doubles, and wait for the end.
-
-        Returns:
-            Seconds on the device's clock; None where it does not tell.
-
-        Raises:
-            KernelError: it failed.
-        """
-
-
-@runtime_checkable
-class KernelHost(Protocol):
-    """A backend that runs kernels of its users."""
-
-    def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
-        """Build ``kernel`` for ``device``.
-
-        Args:
-            scratch: a folder for files, which goes away afterwards.
-
-        Raises:
-            InputError: it has no such function, or one with other parameters, or sizes that the device refuses.
-            DeviceError: the device cannot run such kernels.
-            BuildError: the compiler refused it.
-        """

@@ -1,0 +1,206 @@
+"""Reading a user's kernel from its file, with how to call it and over how many work items."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dispatcher import registry
+from dispatcher.errors import InputError
+from dispatcher.files import NotRegularError, TooLargeError, read_regular
+from dispatcher.problem.expressions import Expression
+from dispatcher.problem.messages import brief
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import Kind, UserKernel
+
+#: Bytes of the largest kernel file: far more than anybody writes.
+LARGEST_FILE = 1 << 24
+#: Names that size expressions may use for the extents of the result besides the problem's own sizes.
+OUTPUT_SIZES = ("output_batch", "output_channels", "output_depth", "output_height", "output_width")
+OUTPUT_ELEMENTS = "output_elements"
+
+#: A size as an expression, a number, or several of these: for x, y and z.
+Sizes = str | int | Sequence[str | int]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def as_texts(name: str, values: Any) -> tuple[str, ...]:
+    """Several texts as a tuple.
+
+    Raises:
+        InputError: it is something else, such as one text.
+    """
+    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else None
+    if found is None or not all(isinstance(value, str) for value in found):
+        raise InputError(f"{name} is {brief(values)}; expected a list of texts")
+    return found
+
+
+def read_kernel(
+    operator: Operator,
+    path: str | Path,
+    entry: str,
+    global_size: Sizes | None,
+    local_size: Sizes | None,
+    build_options: Sequence[str],
+) -> tuple[UserKernel, str]:
+    """The kernel, and the backend that its file is for.
+
+    Raises:
+        InputError: an argument is wrong, or the file cannot be read.
+    """
+    files = _how_run(path)
+    file = Path(path)
+    text = _read_text(file)
+    if not isinstance(entry, str) or not _IDENTIFIER.fullmatch(entry):
+        raise InputError(f"entry is {brief(entry)}; expected the name of a function in {_printable(file)}")
+    options = as_texts("build_options", build_options)
+    for option in options:
+        if "\0" in option or not _encodes(option):
+            raise InputError(
+                f"build option {option!r} has a NUL, or bytes that are no text here; expected text in UTF-8"
+            )
+    names = size_names(operator)
+    local = None if local_size is None else _evaluate("local_size", local_size, names)
+    whole = None if global_size is None else _evaluate("global_size", global_size, names)
+    if whole is None and not files.host_functions:
+        raise InputError(
+            f"global_size is missing, which {file.suffix} files need; expected up to three sizes, such as "
+            f"{OUTPUT_ELEMENTS}"
+        )
+    if local is None and whole is not None and files.groups_needed:
+        raise InputError(
+            f"global_size is given without local_size, which {file.suffix} files need; give both"
+        )
+    if local is not None and whole is None:
+        raise InputError("local_size is given without global_size; give both")
+    if local is not None and whole is not None:
+        if len(local) != len(whole):
+            raise InputError(
+                f"local_size is {local_size!r} and global_size {global_size!r}; expected as many sizes in both"
+            )
+        whole = tuple(-(-size // step) * step for size, step in zip(whole, local, strict=True))
+    kernel = UserKernel(
+        _printable(file), text, str(file.resolve().parent), entry, _parameters(operator.problem), operator.dtype, whole,
+        local, options,
+    )  # fmt: skip
+    return kernel, files.backend
+
+
+def _read_text(file: Path) -> str:
+    """What is in a kernel file, without a byte order mark.
+
+    Raises:
+        InputError: it cannot be read, or is no text that compilers take.
+    """
+    name = f"kernel {_printable(file)!r}"
+    try:
+        content = read_regular(file, LARGEST_FILE)
+    except NotRegularError:
+        raise InputError(f"{name} is not a regular file; expected one with the source of a kernel") from None
+    except TooLargeError:
+        raise InputError(
+            f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the path, or letters that the file system's encoding lacks
+        raise InputError(f"{name} cannot be read: no file can have this name: {error}") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} cannot be read: it is not a text in UTF-8") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise InputError(f"{name} has a NUL in line {line}, where compilers would stop reading; take it out")
+    return text
+
+
+def _encodes(text: str) -> bool:
+    """Whether a text is one: what the system gave us as bytes may be none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(file: Path) -> str:
+    """A path as text, in which bytes that are none, and what moves a terminal's cursor, are escaped."""
+    path = str(file)
+    text = path if _encodes(path) else os.fsencode(path).decode("ascii", "backslashreplace")
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
+    """Name and kind of each parameter of the problem."""
+    kinds: dict[str, Kind] = {"size_t": "size", "double": "double"}
+    return tuple(
+        (parameter.name, kinds.get(parameter.type, "input" if parameter.const else "output"))
+        for parameter in problem.parameters
+    )
+
+
+def size_names(operator: Operator) -> dict[str, int]:
+    """What size expressions may use: the extents of the result, and the problem's own sizes."""
+    shape = operator.output_shape
+    return {
+        **dict(zip(OUTPUT_SIZES, shape, strict=True)),
+        OUTPUT_ELEMENTS: math.prod(shape),
+        **operator.sizes,
+    }
+
+
+def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[int, ...]:
+    """One to three sizes.
+
+    Raises:
+        InputError: they are not that, or one is below 1.
+    """
+    parts: Sequence[Any]
+    if isinstance(sizes, str):
+        parts = sizes.split(",")
+    else:
+        parts = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, bytes) else [sizes]
+    if not 1 <= len(parts) <= 3:
+        raise InputError(f"{argument} is {brief(sizes)}; expected one to three sizes")
+    values = []
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, numbers.Integral | str):
+            raise InputError(f"{argument} is {brief(sizes)}; expected numbers or expressions")
+        try:
+            expression = Expression.parse(part if isinstance(part, str) else int(part))
+            unknown = sorted(expression.names - set(names))
+            if unknown:
+                raise InputError(f"there is no size {unknown[0]!r}; there are {', '.join(names)}")
+            value = expression.evaluate(names)
+        except InputError as error:
+            raise InputError(f"{argument} {part!r}: {error}") from error
+        if value < 1:
+            raise InputError(f"{argument} {part!r} is {value}; expected 1 or more")
+        values.append(value)
+    return tuple(values)
+
+
+def _how_run(kernel: str | Path) -> registry.KernelFiles:
+    """How files such as this one are run.
+
+    Raises:
+        InputError: it is not the path of a kernel file.
+    """
+    if not isinstance(kernel, str | Path):
+        raise InputError(
+            f"kernel is {brief(kernel)}; expected the path of a {' or '.join(registry.KERNEL_FILES)} file"
+        )
+    files = registry.KERNEL_FILES.get(Path(kernel).suffix.lower())
+    if files is None:
+        suffixes = " or ".join(registry.KERNEL_FILES)
+        raise InputError(f"kernel is {str(kernel)!r}; expected a file that ends in {suffixes}")
+    return files

@@ -1,0 +1,215 @@
+"""Arrays that a caller passes: what they are, as backends take them, and where a result may go.
+
+Dtypes: float16, float32 and float64 stay what they are; integers and bool become float32; anything else is
+an error. All tensors of a call share one dtype. A list or tuple has no dtype of its own: it takes the other
+tensors', or float32 when there are none.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as python_operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dispatcher.errors import DtypeError, InputError, first_line
+from dispatcher.problem import dlpack
+from dispatcher.problem.messages import brief
+from dispatcher.problem.operator import DTYPES
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor as the caller passed it, looked at but not converted.
+
+    Attributes:
+        array: a NumPy array in whatever layout, or an array on a CUDA device.
+        shape: its extents.
+        dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
+        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    on_device: bool = False
+
+
+# ---- what was passed ---------------------------------------------------------------------------------------
+def tensor_argument(name: str, value: Any) -> TensorArgument:
+    """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
+    array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
+
+    Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
+
+    Raises:
+        InputError: it cannot be read as an array.
+        DtypeError: its dtype is not a real number's.
+    """
+    if isinstance(value, TensorArgument):
+        return value
+    if not isinstance(value, np.ndarray):
+        found = _on_device(name, value)
+        if found is None and dlpack.on_cuda(name, value):
+            found = _on_device(name, dlpack.take(name, value))
+        if found is not None:
+            return found
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
+    if isinstance(value, str | bytes | Mapping | set | frozenset):
+        raise InputError(f"tensor {name} is {brief(value)}; expected an array")
+    only_dlpack = hasattr(value, "__dlpack__") and not any(
+        hasattr(value, other) for other in _ARRAY_PROTOCOLS
+    )
+    try:
+        array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
+    except Exception as error:  # whatever the object's own conversion raises
+        raise InputError(f"tensor {name} cannot be read as an array: {first_line(error)}") from error
+    dtype = _checked_dtype(name, array.dtype)
+    return TensorArgument(array, array.shape, None if isinstance(value, list | tuple) else dtype)
+
+
+#: What NumPy reads an array from by itself.
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
+
+
+def _on_device(name: str, value: Any) -> TensorArgument | None:
+    """An array that offers ``__cuda_array_interface__``; None for anything else.
+
+    Raises:
+        InputError: what it offers cannot be read.
+        DtypeError: its dtype is not a floating-point one.
+    """
+    try:
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None:
+            return None
+        dtype, shape = np.dtype(interface["typestr"]), tuple(map(python_operator.index, interface["shape"]))
+    except Exception as error:  # a library's property may raise anything
+        raise InputError(
+            f"tensor {name} has a __cuda_array_interface__ that cannot be read: {first_line(error)}"
+        ) from error
+    if dtype.kind != "f":
+        raise DtypeError(f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}")
+    return TensorArgument(value, shape, _checked_dtype(name, dtype), True)
+
+
+def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind in "biu" or (dtype.kind == "f" and dtype.newbyteorder("=").name in DTYPES):
+        return dtype
+    raise DtypeError(
+        f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool"
+    )
+
+
+# ---- what backends take ------------------------------------------------------------------------------------
+def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """``array`` as a read-only C-contiguous array of ``dtype``: a view where it is one already, else a copy.
+
+    Read-only, so that a backend that tries to write to an input fails instead of changing the caller's data.
+    """
+    flags = array.flags
+    fits = array.dtype == dtype and flags.c_contiguous and flags.aligned
+    result = array.view() if fits else np.array(array, dtype=dtype, order="C")
+    result.flags.writeable = False
+    return result
+
+
+def snapshot(tensor: TensorArgument) -> TensorArgument:
+    """A tensor that later changes to the caller's array do not reach. Arrays on a device are not copied."""
+    return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
+
+
+def check_output(
+    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str = "output"
+) -> None:
+    """Check that a result may be written to ``output``.
+
+    Args:
+        output: the caller's array: on the host, or on a CUDA device where the backend takes such arrays.
+        shape: what the operator makes.
+        dtype: what the operator makes.
+        inputs: the caller's tensors by name, unconverted.
+        name: what the caller calls it.
+
+    Raises:
+        InputError: it has another shape, dtype or layout, is read-only, or overlaps an input.
+    """
+    wanted = f"expected a writeable C-contiguous {dtype} array of shape {shape}"
+    if not isinstance(output, np.ndarray):
+        _check_device_output(output, shape, dtype, inputs, name, wanted)
+        return
+    if output.shape != shape:
+        raise InputError(f"{name} has shape {output.shape}; {wanted}")
+    if output.dtype != dtype:
+        raise DtypeError(f"{name} has dtype {output.dtype}; {wanted}")
+    if isinstance(output, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array; {wanted}")
+    for problem, holds in (
+        ("not C-contiguous", not output.flags.c_contiguous),
+        ("read-only", not output.flags.writeable),
+        ("not aligned", not output.flags.aligned),
+    ):
+        if holds:
+            raise InputError(f"{name} is {problem}; {wanted}")
+    for tensor, array in inputs.items():
+        if isinstance(array, np.ndarray) and np.may_share_memory(output, array):
+            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+
+
+def _check_device_output(
+    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str, wanted: str
+) -> None:
+    span = _device_span(output)
+    if span is None:
+        raise InputError(f"{name} is {brief(output)}; {wanted}")
+    interface = output.__cuda_array_interface__
+    if tuple(interface["shape"]) != shape:
+        raise InputError(f"{name} has shape {tuple(interface['shape'])}; {wanted}")
+    if np.dtype(interface["typestr"]) != dtype:
+        raise DtypeError(f"{name} has dtype {np.dtype(interface['typestr'])}; {wanted}")
+    if interface["data"][1]:
+        raise InputError(f"{name} is read-only; {wanted}")
+    if span[1] - span[0] != math.prod(shape) * np.dtype(dtype).itemsize or not _c_ordered(interface):
+        raise InputError(f"{name} is not C-contiguous; {wanted}")
+    for tensor, array in inputs.items():
+        other = _device_span(array)
+        if other is not None and other[0] < span[1] and span[0] < other[1]:
+            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+
+
+def _device_span(array: Any) -> tuple[int, int] | None:
+    """First address and the one past the last of an array on a CUDA device; None for other objects."""
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
+    shape = tuple(interface["shape"])
+    start = end = int(interface["data"][0])
+    if 0 in shape:
+        return start, end
+    size = np.dtype(interface["typestr"]).itemsize
+    for extent, stride in zip(shape, _device_strides(interface), strict=True):
+        reach = (extent - 1) * stride
+        start, end = start + min(reach, 0), end + max(reach, 0)
+    return start, end + size
+
+
+def _device_strides(interface: Mapping[str, Any]) -> tuple[int, ...]:
+    strides = interface.get("strides")
+    if strides is not None:
+        return tuple(strides)
+    size = np.dtype(interface["typestr"]).itemsize
+    shape = tuple(interface["shape"])
+    return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _c_ordered(interface: Mapping[str, Any]) -> bool:
+    plain = _device_strides({**interface, "strides": None})
+    shape = tuple(interface["shape"])
+    return all(
+        extent == 1 or stride == wanted
+        for extent, stride, wanted in zip(shape, _device_strides(interface), plain, strict=True)
+    )

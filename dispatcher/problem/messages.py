@@ -1,0 +1,72 @@
+"""Values, names and places as messages have them: short, on one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+KeyPath = tuple[str | int, ...]
+
+
+def show(value: object) -> str:
+    """``value`` on one short line, whatever it is; containers are not walked."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:37] + "...")
+    if isinstance(value, bool | float):
+        return str(value)
+    if isinstance(value, int):
+        return str(value) if abs(value) <= 2**70 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def name_list(names: Collection[str]) -> str:
+    """A list of names, cut short when it is long."""
+    listed = list(names)
+    return ", ".join(listed[:30]) + (f" and {len(listed) - 30} more" if len(listed) > 30 else "") or "none"
+
+
+def suggest(name: object, names: Collection[str]) -> str:
+    """``; did you mean ...?`` when one of ``names`` is close to ``name``, else nothing."""
+    if not isinstance(name, str) or len(name) > 100:
+        return ""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def dotted(keys: KeyPath) -> str:
+    """``parameters[2].type``."""
+    text = ""
+    for key in keys:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += ("." if text else "") + (key if key.isprintable() and len(key) <= 100 else show(key))
+    return text
+
+
+def show_path(path: Path) -> str:
+    text = str(path)
+    if len(text) > 300:
+        text = "..." + text[-297:]
+    return text if text.isprintable() else repr(text)
+
+
+def brief(value: Any) -> str:
+    """A value in a message: short, on one line."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer with too many digits to print
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 60 else f"{text[:57]}..."

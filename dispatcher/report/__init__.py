@@ -1,0 +1,1 @@
+"""What the command line prints: tables and figures for people, JSON documents, notes, progress, and how it ends."""

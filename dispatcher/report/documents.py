@@ -1,0 +1,126 @@
+"""The JSON documents of ``--json``: their text, and those that no object of the library makes itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispatcher.problem.model import Problem
+    from dispatcher.problem.operator import Operator
+    from dispatcher.timing.results import Race
+
+SCHEMA = 1  # of every document; raised when a key changes its meaning or goes away
+
+
+def as_text(command: str | None, content: Mapping[str, Any]) -> str:
+    """A document as text."""
+    document = {"schema": SCHEMA, "command": command, **content}
+    return json.dumps(_json_ready(document), indent=2, allow_nan=False)
+
+
+def _json_ready(value: Any) -> Any:
+    """``value`` with numbers that JSON does not have as texts: ``"nan"``, ``"inf"``, ``"-inf"``."""
+    match value:
+        case Mapping():
+            return {str(key): _json_ready(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_json_ready(part) for part in value]
+        case float() if not math.isfinite(value):
+            return str(float(value))
+        case str() | bool() | int() | float() | None:
+            return value
+        case _:  # a NumPy number among a backend's facts, for instance
+            return _json_ready(value.item()) if hasattr(value, "item") else str(value)
+
+
+# ---- problems ----------------------------------------------------------------------------------------------
+def problems_document(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The names of problems, and what they are."""
+    keys = ("name", "title", "origin")
+    return {
+        "problems": [
+            {**{key: getattr(each, key) for key in keys}, "cases": list(each.cases)} for each in problems
+        ]
+    }
+
+
+def problem_document(problem: Problem) -> dict[str, Any]:
+    """All that a problem file says, with what can be given for several parameters at once."""
+    from dispatcher.problem.arguments import shorthands
+
+    return {
+        "name": problem.name,
+        "title": problem.title,
+        "origin": problem.origin,
+        "path": None if problem.path is None else str(problem.path),
+        "tolerance": problem.tolerance,
+        "parameters": [
+            {
+                "name": parameter.name,
+                "type": parameter.type,
+                "input": parameter.type != "tensor" or parameter.const,
+                "shape": None if parameter.shape is None else [_extent(extent) for extent in parameter.shape],
+                "default": parameter.default,
+            }
+            for parameter in problem.parameters
+        ],
+        "pipeline": [
+            {
+                "op": step.op,
+                "source": step.source,
+                "result": step.result,
+                "fields": {name: _field(name, value) for name, value in step.fields.items()},
+            }
+            for step in problem.pipeline
+        ],
+        "cases": {name: dict(values) for name, values in problem.cases.items()},
+        "shorthands": {name: list(names) for name, names in shorthands(problem).items()},
+    }
+
+
+def _extent(value: Any) -> int | str:
+    """An integer expression: a number where it is one, else its text."""
+    text = str(value)
+    return int(text) if text.isdecimal() else text
+
+
+def _field(name: str, value: Any) -> Any:
+    """A step's field: expressions as texts, axes by name."""
+    from dispatcher.ops.steps import AXES
+
+    if name == "axis" and isinstance(value, tuple):
+        whole = next((axis for axis, numbers in AXES.items() if numbers == value), None)
+        return whole or [axis for axis, numbers in AXES.items() if len(numbers) == 1 and numbers[0] in value]
+    if isinstance(value, tuple):
+        return [_field(name, part) for part in value]
+    return value if isinstance(value, int | float | str) else _extent(value)
+
+
+# ---- benchmarks --------------------------------------------------------------------------------------------
+def bench_document(bound: Sequence[tuple[Operator, str | None]], races: Sequence[Race]) -> dict[str, Any]:
+    """What ``bench`` measured: a race for each operator with its case."""
+    from dispatcher.timing.racing import environment, protocol
+
+    runs = [(operator.problem.name, case, race) for (operator, case), race in zip(bound, races, strict=True)]
+    return {
+        **environment(),
+        "protocol": protocol(),
+        "results": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.results],
+        "peers": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.peers],
+        "failures": [
+            {"problem": name, "device": failure.name, "reason": failure.reason}
+            for name, _, race in runs
+            for failure in race.failures
+        ],
+        "races": [
+            {
+                "problem": name,
+                "case": case,
+                **{key: getattr(race, key) for key in ("rounds", "settled", "foreign_cores")},
+            }
+            for name, case, race in runs
+        ],
+    }
