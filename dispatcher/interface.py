@@ -92,13 +92,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class PlannedLaunch:
-    """One kernel launch of a plan, for people: what it computes, how, and why it ends where it ends."""
+    """One kernel launch of a plan, for people: what it computes, how, and why it ends where it ends.
+
+    ``rejected`` holds the name of each implementation that was not chosen, with the reason.
+    """
 
     name: str
     steps: tuple[str, ...]
     algorithm: str
     detail: Mapping[str, str | int | float] = field(default_factory=dict)
     note: str = ""
+    rejected: tuple[tuple[str, str], ...] = ()
 
 
 class Executable(Protocol):
