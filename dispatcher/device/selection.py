@@ -24,12 +24,11 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from dispatcher import registry
 from dispatcher.device import selftest
-from dispatcher.device.joining import JoinedDevice, backend_of, join
-from dispatcher.device.splitting import compile_within_memory
+from dispatcher.device.splitting import JoinedDevice, backend_of, compile_within_memory, join
 from dispatcher.errors import (
     BuildError,
     DeviceError,
@@ -161,7 +160,7 @@ def _listed(name: str, retest: bool = False) -> tuple[Device, ...]:
     key = (name, registry.BACKENDS[name])
     with _lock:
         if name in _forked_with:
-            return (_unavailable(name, _forked_with[name]),)
+            return _unavailable(name, _forked_with[name])
         if key not in _probed:
             _probed[key] = _probe(name, retest)
         return _probed[key]
@@ -200,30 +199,23 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
     except (Exception, SystemExit) as error:  # a broken driver library may raise anything when it is imported
         if isinstance(error, InputError) and origin is None:  # a setting of self-tests
             raise
-        return (_unavailable(name, f"the {name} backend cannot be imported: {describe(error)}"),)
+        return _unavailable(name, f"the {name} backend cannot be imported: {describe(error)}")
     if reason:
-        return (
-            _unavailable(
-                name,
-                f"looking for {name} devices {reason} in a child process; `dispatcher doctor` shows "
-                "what is installed, `dispatcher devices --retest` tries again",
-            ),
-        )
+        advice = "`dispatcher doctor` shows what is installed, `dispatcher devices --retest` tries again"
+        return _unavailable(name, f"looking for {name} devices {reason} in a child process; {advice}")
     try:
         found = tuple(backend.probe())
         strangers = [device.backend for device in found if device.backend != name]
     except (Exception, SystemExit) as error:
-        return (_unavailable(name, f"looking for {name} devices failed: {describe(error)}"),)
+        return _unavailable(name, f"looking for {name} devices failed: {describe(error)}")
     if strangers:
-        return (
-            _unavailable(name, f"{name} lists a device of the backend {strangers[0]!r}; expected {name!r}"),
-        )
-    return found or (_unavailable(name, f"{name} found no device"),)
+        return _unavailable(name, f"{name} lists a device of the backend {strangers[0]!r}; expected {name!r}")
+    return found or _unavailable(name, f"{name} found no device")
 
 
-def _unavailable(name: str, reason: str) -> Device:
+def _unavailable(name: str, reason: str) -> tuple[Device]:
     _log.info("%s", reason)
-    return Device(name, 0, name, "unknown", available=False, reason=reason)
+    return (Device(name, 0, name, "unknown", available=False, reason=reason),)
 
 
 def describe(error: BaseException) -> str:
@@ -454,12 +446,11 @@ def choose(
             raise
         except Exception as error:
             failure = as_kernel_error(error, operator, device, "build")
-            if request.named:
-                _raise(failure, error)
-            warn_of_fallback(operator, device, failure)
             reason = describe(failure)
+            if not request.named:
+                warn_of_fallback(operator, device, failure)
         if request.named:
-            raise DeviceError(
+            raise failure or DeviceError(
                 f"{device.id} ({device.name}) cannot run {operator.problem.name}: {reason}; "
                 "choose another device, or auto"
             )
@@ -473,9 +464,11 @@ def as_kernel_error(error: Exception, operator: Operator, device: Device, action
     if isinstance(error, DispatcherError):
         return error
     kind = DeviceMemoryError if isinstance(error, MemoryError) else KernelError
-    return kind(
+    made = kind(
         f"{operator.problem.name} failed to {action} on {device.id} ({device.name}): {describe(error)}"
     )
+    made.__cause__ = error
+    return made
 
 
 def warn_of_fallback(operator: Operator, device: Device, failure: DispatcherError) -> None:
@@ -483,17 +476,8 @@ def warn_of_fallback(operator: Operator, device: Device, failure: DispatcherErro
     log = failure.log.strip() if isinstance(failure, BuildError) else ""
     if log:
         _log.info("the compiler of %s said:\n%s", device.id, log)
-    warnings.warn(
-        f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}",
-        FallbackWarning,
-        stacklevel=2,
-    )
-
-
-def _raise(failure: DispatcherError, error: Exception) -> NoReturn:
-    if failure is error:
-        raise failure
-    raise failure from error
+    text = f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}"
+    warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
 def _reasons(skipped: Sequence[tuple[str, str]]) -> str:

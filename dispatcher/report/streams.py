@@ -198,11 +198,6 @@ def progress(what: str, steps: int = 2) -> Iterator[Advance]:
         yield lambda done: bar.update(task, completed=done, refresh=True)
 
 
-def part(advance: Advance, number: int, count: int) -> Callable[..., None]:
-    """Turn the progress of one thing out of ``count``, the last argument that it is told, into that of all."""
-    return lambda *told: advance((number + told[-1]) / count)
-
-
 def one_line(error: BaseException) -> str:
     """The message of an error of any origin, in one line."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
