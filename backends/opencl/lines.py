@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -224,7 +223,9 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         text,
         (
             Value(group.source),
-            Weights(convolution.weight.name, partial(pack, layout=layout)),
+            Weights(
+                convolution.weight.name, lambda weight: pack(convolution.contraction_weight(weight), layout)
+            ),
             operands,
             Value(group.output) if group.stored else rows_of(group),
             Scratch(workers * scratch),

@@ -349,6 +349,7 @@ def gather_source(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str)
         "OC": g.out_channels,
         "GROUP_IC": g.in_channels // g.groups,
         "GROUP_OC": g.out_channels // g.groups,
+        "TRANSPOSED": step.transposed,
     }
     for letter, axis in zip("DHW", g.axes, strict=True):
         values |= {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -498,7 +497,8 @@ def render(layout: TileLayout, group: Group) -> tuple[str, KernelOperands]:
 
 def lower_tiled(group: Group, target: Target, real: np.dtype[Any]) -> Lowered | None:
     """Lower a group that begins with a convolution to its best tile; None when no tile fits the target."""
-    assert group.convolution is not None
+    convolution = group.convolution
+    assert convolution is not None
     layout = next(iter(ranked_layouts(task_of(group, real.itemsize), target.limits)), None)
     if layout is None:
         return None
@@ -520,7 +520,10 @@ def lower_tiled(group: Group, target: Target, real: np.dtype[Any]) -> Lowered | 
         text,
         (
             Value(group.source),
-            Weights(group.convolution.weight.name, partial(pack_weights, layout=layout)),
+            Weights(
+                convolution.weight.name,
+                lambda weight: pack_weights(convolution.contraction_weight(weight), layout),
+            ),
             operands,
             *(Table(table) for table in phase_tables(layout.task.geometry)),
             Value(group.output),
