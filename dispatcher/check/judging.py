@@ -239,13 +239,11 @@ def _places(backend: str, device: str | Device | None, file: str) -> Places:
     if request.terms == (("auto", ""),):
         request = parse_request(backend)
     skipped: list[tuple[str, str]] = []
-    for candidate in candidates(request):
-        found, reason = candidate.device, candidate.reason
-        if found is not None and found.backend == backend:
+    for label, found in candidates(request):
+        if isinstance(found, Device) and found.backend == backend:
             return [(found, tuple(skipped))]
-        if found is not None:
-            reason = f"it cannot run {Path(file).suffix} files"
-        skipped.append((candidate.label, reason))
+        other = f"it cannot run {Path(file).suffix} files"
+        skipped.append((label, found if isinstance(found, str) else other))
     reasons = "; ".join(f"{label}: {reason}" for label, reason in skipped)
     raise DeviceError(
         f"{request.origin} {request.text}: no device can run {file}: {reasons}; name a device of {backend}"

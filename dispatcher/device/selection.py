@@ -99,13 +99,8 @@ class Request:
         return len(self.terms) == 1 and self.terms[0][0] != "auto"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A device that a request reaches, or (without ``device``) the reason why a part of it gives none."""
-
-    label: str
-    device: Device | None
-    reason: str = ""
+#: A device that a request reaches, with its id; or the reason why a part of the request gives none, with that part.
+Candidate = tuple[str, Device | str]
 
 
 @dataclass(frozen=True)
@@ -310,9 +305,9 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield Candidate(label, None, str(error))
+            yield label, str(error)
         else:
-            yield Candidate(device.id, device)
+            yield device.id, device
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -325,10 +320,10 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield Candidate(label, None, device.reason or "it is not available")
+                    yield label, device.reason or "it is not available"
             usable = [device for device in tried if device.available and device.kind == kind]
             for device in sorted(usable, key=selftest.speed, reverse=True):
-                yield Candidate(device.id, device)
+                yield device.id, device
 
 
 def _find_together(request: Request, backend: str) -> tuple[Device, list[Candidate]]:
@@ -341,7 +336,7 @@ def _find_together(request: Request, backend: str) -> tuple[Device, list[Candida
         return join(request.text, [_find(name, selector) for name, selector in request.members]), []
     found = backend_devices(backend)
     _find(backend, "")
-    missing = [Candidate(device.id, None, device.reason or "") for device in found if not device.available]
+    missing: list[Candidate] = [(each.id, each.reason or "") for each in found if not each.available]
     return join(f"{ALL_OF}:{backend}", [device for device in found if device.available]), missing
 
 
@@ -393,10 +388,10 @@ def first_usable(request: Request) -> tuple[Device, tuple[tuple[str, str], ...]]
         DeviceError: it reaches none.
     """
     skipped: list[tuple[str, str]] = []
-    for candidate in candidates(request):
-        if candidate.device is not None:
-            return candidate.device, tuple(skipped)
-        skipped.append((candidate.label, candidate.reason))
+    for label, found in candidates(request):
+        if isinstance(found, Device):
+            return found, tuple(skipped)
+        skipped.append((label, found))
     raise DeviceError(f"{request.origin} {request.text}: no device is usable: {_reasons(skipped)}")
 
 
@@ -422,16 +417,15 @@ def choose(
     failed = failed or {}
     skipped: list[tuple[str, str]] = []
     failure: DispatcherError | None = None
-    for candidate in candidates(request):
-        device = candidate.device
-        if device is None:
-            skipped.append((candidate.label, candidate.reason))
+    for label, device in candidates(request):
+        if isinstance(device, str):
+            skipped.append((label, device))
             continue
         if device.id in failed:
             failure = failed[device.id]
             skipped.append((device.id, describe(failure)))
             continue
-        if any(label == device.id for label, _ in skipped):  # a comma list may reach a device twice
+        if any(other == device.id for other, _ in skipped):  # a comma list may reach a device twice
             continue
         backend = backend_of(device)
         try:

@@ -19,7 +19,7 @@ from dispatcher.device import machine
 from dispatcher.device.selection import describe
 from dispatcher.device.splitting import JoinedDevice, backend_of, batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import DispatcherError, InputError, KernelError, VerificationError
-from dispatcher.interface import Device, Measurable, Roofline, Timings
+from dispatcher.interface import Device, Measurable, Roofline, Tensors, Timings
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 PENDING_BYTES = 1 << 30
 #: A device's clock may run this much faster than the host's before it counts as wrong.
 CLOCK_SLACK = 1.1
-
-Tensors = Mapping[str, np.ndarray]
 
 
 # ---- those who compute -------------------------------------------------------------------------------------
