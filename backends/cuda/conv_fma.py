@@ -8,7 +8,7 @@ import numpy as np
 
 from dispatcher.backends.cuda.convolution import fma_tables
 from dispatcher.backends.cuda.gathering import NO_GATHER
-from dispatcher.backends.cuda.program import MAX_GRID, Draft, Program, Reference
+from dispatcher.backends.cuda.program import MAX_GRID, Described, Draft, Program, Reference
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ConvTask, Task
 from dispatcher.backends.cuda.tiles import fma_tile
@@ -31,7 +31,7 @@ class Fma:
         """Cycles of its products."""
         return task.step.geometry.flops / 2 / (_PRODUCTS * task.setting.target.processors)
 
-    def lower(self, task: ConvTask, program: Program) -> list[tuple[str, dict[str, str | int | float]]]:
+    def lower(self, task: ConvTask, program: Program) -> list[Described]:
         """One launch."""
         convolution, epilogue = task.step, task.epilogue
         geometry = convolution.geometry

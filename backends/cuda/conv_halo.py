@@ -8,13 +8,11 @@ import numpy as np
 
 from dispatcher.backends.cuda.convolution import halo_tables
 from dispatcher.backends.cuda.gathering import NO_GATHER
-from dispatcher.backends.cuda.program import Draft, Program, Reference
+from dispatcher.backends.cuda.program import Described, Draft, Program, Reference
 from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ConvTask, Task
 from dispatcher.backends.cuda.tiles import launch_cycles
-
-Described = tuple[str, dict[str, str | int | float]]
 
 
 class Halo:

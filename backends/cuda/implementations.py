@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from dispatcher.backends.cuda.conv_fma import Fma
 from dispatcher.backends.cuda.conv_halo import Halo
 from dispatcher.backends.cuda.memory_bound import Elementwise, FromGathered, PoolKernel, Rows
-from dispatcher.backends.cuda.program import Program
+from dispatcher.backends.cuda.program import Described, Program
 from dispatcher.backends.cuda.tasks import Task
 
 
@@ -31,9 +31,6 @@ class Implementation(Protocol):
     def lower(self, task: Any, program: Program) -> list[Described]:
         """Append the launches of ``task`` to ``program``; returns what is said of each."""
 
-
-#: Algorithm and details of a launch, for people.
-Described = tuple[str, dict[str, str | int | float]]
 
 #: The first one that accepts a task runs it.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

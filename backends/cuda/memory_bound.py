@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.backends.cuda.conv_halo import neighbours
-from dispatcher.backends.cuda.program import BLOCK, MAX_GRID, Draft, Launch, Path, Program, Reference
+from dispatcher.backends.cuda.program import (
+    BLOCK,
+    MAX_GRID,
+    Described,
+    Draft,
+    Launch,
+    Path,
+    Program,
+    Reference,
+)
 from dispatcher.backends.cuda.prologue import MAX_WINDOW
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ChainTask, GatheredTask, PoolTask, RowsTask, Task
 from dispatcher.ops.steps import Normalize, Pool, Reduce, Shape, Softmax
 
-Described = tuple[str, dict[str, str | int | float]]
 #: Elements that a multiprocessor reads or writes in a cycle, about.
 _ELEMENTS = 4
 

@@ -7,7 +7,7 @@ call, since a caller's tensors may live anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,7 +41,8 @@ class Reference:
 
 
 Path = tuple[str | int, ...]
-Defines = Mapping[str, int | str]
+#: Algorithm and details of a launch, for people.
+Described = tuple[str, dict[str, str | int | float]]
 
 
 @dataclass(frozen=True)

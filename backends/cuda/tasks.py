@@ -140,13 +140,7 @@ class ChainTask(_Ahead):
         if isinstance(step, Pool):
             prologue = prologues.describe((*self.steps, step))
             return prologue if isinstance(prologue, str) else PoolTask(self.setting, self.first, index, index)
-        source = self.steps[0].source
-        held = {source, *range(self.first + 1, index + 1)}
-        if len(self.steps) == MAX_RIDERS:
-            return f"a chain holds {MAX_RIDERS} operations at most"
-        if not isinstance(step, Pointwise):
-            return f"{step.op} is a kernel of its own"
-        return refuses(step, held, self.first) or replace(self, last=index)
+        return super().extended(index)
 
 
 @dataclass(frozen=True, eq=False)
