@@ -3,8 +3,8 @@
     python bench/cuda_model.py [bench/results/cuda-tiles-<gpu>-<date>.json] [--fit]
 
 Reads the times of many tiles that ``bench/cuda_tiles.py`` measured, and prints, for the constants in
-``backends/cuda/tiles.py``: how far the estimates are from the times, at which clock (the one that fits best); for each
-problem and precision the tile with the lowest estimate against the fastest one; and as Markdown
+``backends/cuda/costs.json``: how far the estimates are from the times, at which clock (the one that fits best); for
+each problem and precision the tile with the lowest estimate against the fastest one; and as Markdown
 
 - the fastest times beside PyTorch's and the floor: the larger of ideal bytes at the speed of a copy and FLOPs at the
   rate of a TF32 matrix product (fp32: three times the FLOPs),
@@ -20,6 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ from dispatcher.timing import charts
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.
 HOPPER = Target(90, 227 << 10, 132)
-FITTED = ("_PRODUCT_CYCLES", "_EPILOGUE_CYCLES", "_STORE_CYCLES", "_HALF_SECTORS", "_LOAD_CYCLES", "_LATENCY_CYCLES",
-          "_WANTED_REGISTERS", "_SHORTAGE")  # fmt: skip
+FITTED = ("product_cycles", "epilogue_cycles", "store_cycles", "half_sectors", "load_cycles", "latency_cycles",
+          "wanted_registers", "shortage")  # fmt: skip
 #: KernelBench's published times on an H100, PyTorch 2.5 with TF32, in ms: eager and torch.compile.
 PUBLISHED = {
     "conv-transpose3d-layernorm-gelu-scaling": (10.0, 2.35),
@@ -98,6 +99,11 @@ def cycles(found: list[Sample]) -> NDArray[np.float64]:
     return np.array([float(tiles.launch_cycles(sample.task, sample.tile)) for sample in found])
 
 
+def constants(values: Mapping[str, float]) -> AbstractContextManager[Any]:
+    """Use other constants meanwhile."""
+    return patch.object(tiles, "COSTS", replace(tiles.COSTS, **values))
+
+
 def clock_ghz(found: list[Sample]) -> float:
     """The clock at which the estimates fit best: the geometric mean of cycles over time."""
     times = np.array([sample.ms for sample in found])
@@ -106,7 +112,7 @@ def clock_ghz(found: list[Sample]) -> float:
 
 def tensor_tflops(clock: float) -> float:
     """The rate of TF32 products that the model's constant stands for: m16n8k8 on four quarters."""
-    return 2 * 16 * 8 * 8 * 4 * HOPPER.processors * clock / tiles._PRODUCT_CYCLES / 1e3
+    return 2 * 16 * 8 * 8 * 4 * HOPPER.processors * clock / tiles.COSTS.product_cycles / 1e3
 
 
 def errors(found: list[Sample], clock: float) -> NDArray[np.float64]:
@@ -126,11 +132,11 @@ def choices(found: list[Sample]) -> Iterator[tuple[str, str, float, float]]:
 def fit(found: list[Sample]) -> dict[str, float]:
     """Constants with the smallest errors, all held positive; the clock is not fitted, since it scales them all."""
     optimize = importlib.import_module("scipy.optimize")
-    start = np.array([getattr(tiles, name) for name in FITTED], np.float64)
+    start = np.array([getattr(tiles.COSTS, name) for name in FITTED], np.float64)
     clock = clock_ghz(found)
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        with patch.multiple(tiles, **dict(zip(FITTED, np.exp(logs), strict=True))):
+        with constants(dict(zip(FITTED, np.exp(logs), strict=True))):
             return np.log1p(errors(found, clock))
 
     done = optimize.least_squares(residuals, np.log(start), loss="soft_l1", f_scale=0.1)
@@ -213,7 +219,7 @@ def main() -> int:
     if given.fit:
         better = fit(found)
         print("\n".join(f"{name} = {value:.3g}" for name, value in better.items()))
-        with patch.multiple(tiles, **better):
+        with constants(better):
             report_errors()
     else:
         if "torch_eager" in report:  # times of gpu_check.py, which cuda_tiles.py does not take

@@ -31,6 +31,7 @@ pytestmark = simulator_only
 
 POOL = {"op": "max_pool3d", "window": 2}
 SUM = {"op": "sum", "axis": "channel"}
+NORM = {"op": "instance_norm"}
 SPACE = ["depth", "height", "width"]
 SOFTMAX = [{"op": "clamp", "min": -10, "max": 10}, {"op": "softmax", "axis": SPACE}]
 #: A grid whose threads take several items in turn has 32 blocks of 256 threads for each multiprocessor: 2^28 threads.
@@ -134,6 +135,14 @@ CASES: dict[str, Case] = {
             (1, 1, 1, 1, 1), 1, (2, 2, 2), bias=True, stride=s, dilation=s - 1
         ),
         2**11, 4, ("conv_fma",), short=2, keep=1, blocks=(0, 4),
+    ),
+    "halo gathered": Case(
+        lambda n: conv_operator((n, 8, 1, 1, 16), 4, (1, 1, 1), after=[NORM]),
+        2**26 + 3, 0, ("conv_halo", "gathered"), inputs="signed", tolerance=1e-4,
+    ),
+    "fma gathered": Case(
+        lambda n: conv_operator((n, 2, 1, 1, 64), 4, (1, 1, 1), after=[NORM]),
+        2**24 + 3, 0, ("conv_fma", "gathered"), inputs="signed", tolerance=1e-4, options=(("algorithm", "fma"),),
     ),
     "pool pairs": Case(plain((-1, 2, 16, 2, 2), POOL), MANY // 16, 0, ("pool",)),
     "pool window": Case(
@@ -297,6 +306,7 @@ def every_offset(case: str) -> Fault:
 
 HALO_PLANE = "index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];"
 FMA_PLANE = "index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];"
+LONGEST = ("static_cast<index_t>(rest) * stride[0]", "static_cast<unsigned>(rest) * unsigned(stride[0])")
 FAULTS: dict[str, Fault] = {
     **{
         case: every_offset(case)
@@ -347,6 +357,12 @@ FAULTS: dict[str, Fault] = {
     "fma: number of a tile": Fault(
         "fma tiles", "conv_fma.cu", "index_t rest = tile;", "unsigned rest = tile;"
     ),
+    "gathered: elements": Fault(
+        "halo gathered", "gathered.cu", "const index_t at = ((set.n", "const unsigned at = ((set.n"
+    ),
+    "fma gathered: y": Fault(
+        "fma gathered", "conv_fma.cu", "y[(first + c) * plane]", "y[unsigned((first + c) * plane)]"
+    ),
     "pool: number of a plane": Fault("pool pairs", "pool.cu", "index_t plane =", "unsigned plane ="),
     "pool: offset in x": Fault("pool window", "pool.cu", "((plane * p.in[0]", "(unsigned(plane * p.in[0]"),
     "pool: index": Fault("pool pairs", "pool.cu", "run<unsigned long long>", "run<unsigned>"),
@@ -356,8 +372,8 @@ FAULTS: dict[str, Fault] = {
     "elementwise: index": Fault(
         "copy with strides", "chain.cuh", "decoded<unsigned long long>", "decoded<unsigned>"
     ),
-    "elementwise: strides": Fault("copy with strides", "chain.cuh", "index_t at = 0;", "unsigned at = 0;"),
-    "elementwise: copy": Fault("copy for alignment", "chain.cuh", "index_t at = 0;", "unsigned at = 0;"),
+    "elementwise: strides": Fault("copy with strides", "chain.cuh", *LONGEST),
+    "elementwise: copy": Fault("copy for alignment", "chain.cuh", *LONGEST),
     "rows: offset of a row": Fault("rows by block", "rows.cu", "return i *", "return unsigned(i) * unsigned"),
     "rows: place of an item": Fault(
         "rows by block, norm", "rows.cu", "const index_t at =", "const unsigned at ="

@@ -194,9 +194,6 @@ MUTANTS = {
         "return pool_finish(result, Share",
         "return true ? result : pool_finish(result, Share",
         "pool_first",
-        "return pool_finish(result, Share",
-        "return true ? result : pool_finish(result, Share",
-        "pool_first",
     ),
     "window maximum from zero": Mutant(
         "window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"

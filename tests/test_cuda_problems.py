@@ -20,7 +20,7 @@ BMMS = "conv-transpose3d-max-max-sum"
 
 #: Launches of the `sample` case where tensor cores are used, and on an architecture without them.
 LAUNCHES = {
-    ACSM: (["conv_halo", "conv_halo"], ["pool", "conv_fma", "rows_by_block"]),
+    ACSM: (["conv_halo", "conv_halo"], ["pool", "conv_fma", "gathered"]),
     LGS: (["conv_halo"], ["conv_fma"]),
     SLAG: (["conv_halo"], ["conv_fma"]),
     BMMS: (["conv_halo"], ["conv_fma", "pool", "rows_by_block"]),

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -154,7 +153,7 @@ def test_the_model_notices_wrong_constants(
     found = list(program.samples(json.loads(program.MEASURED.read_text(encoding="utf-8"))))
     good = program.errors(found, program.clock_ghz(found))
     assert len(found) == 148 and np.sqrt(np.mean(good**2)) < 0.12
-    with patch.multiple(program.tiles, _STORE_CYCLES=6.2):
+    with program.constants({"store_cycles": 6.2}):
         bad = program.errors(found, program.clock_ghz(found))
     assert np.sqrt(np.mean(bad**2)) > 3 * np.sqrt(np.mean(good**2))
 

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from dispatcher.backends.cuda.convolution import fma_tables
-from dispatcher.backends.cuda.program import MAX_GRID, Draft, Program, Reference
+from dispatcher.backends.cuda.gathering import NO_GATHER
+from dispatcher.backends.cuda.program import MAX_GRID, Described, Draft, Program, Reference
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ConvTask, Task
 from dispatcher.backends.cuda.tiles import fma_tile
@@ -30,7 +31,7 @@ class Fma:
         """Cycles of its products."""
         return task.step.geometry.flops / 2 / (_PRODUCTS * task.setting.target.processors)
 
-    def lower(self, task: ConvTask, program: Program) -> list[tuple[str, dict[str, str | int | float]]]:
+    def lower(self, task: ConvTask, program: Program) -> list[Described]:
         """One launch."""
         convolution, epilogue = task.step, task.epilogue
         geometry = convolution.geometry
@@ -46,12 +47,17 @@ class Fma:
         source.chain("last_chain", epilogue.last, last)
         source.monoid("fold", epilogue.fold)
         source.monoid("channel", epilogue.channels)
+        source.monoid("gather", None if task.gather is None else task.gather.reduce)
         draft = Draft(program, "conv_fma.cu", "ConvParams", source)
         p = draft.parameters
         p["voxels"] = geometry.batch * math.prod(task.positions)
         p["phase_count"] = math.prod(tables.residues)
-        p["tiles"] = -(-int(p["voxels"]) // tile.block_m) * geometry.groups * channel_tiles
-        p["tiles"] *= 1 if folded else p["phase_count"]
+        gather, items = task.gather, 1
+        if gather is not None:  # a tile's voxels are of one batch item
+            p["voxels"], items = math.prod(task.positions), geometry.batch
+        p["voxel_tiles"] = -(-int(p["voxels"]) // tile.block_m)
+        boxes = int(p["voxel_tiles"]) * (1 if folded else int(p["phase_count"]))
+        p["tiles"] = items * boxes * geometry.groups * channel_tiles
         p["groups"], p["in_channels"] = geometry.groups, geometry.in_channels // geometry.groups
         p["out_channels"], p["padded_channels"] = channels, channel_tiles * tile.block_n
         p["channel_tiles"], p["term_count"] = channel_tiles, len(tables.terms)
@@ -63,15 +69,21 @@ class Fma:
             program.defines(program.value_dtype(convolution.source), program.value_dtype(task.last + 1)),
             **tile.defines,
             CHANNEL_REDUCE=int(epilogue.channels is not None),
+            STORE=int(gather is None or gather.stored),
+            **(NO_GATHER if gather is None else {**gather.defines, "GATHER_STATE": "double"}),
         )
         draft.pointers += [
             (("x",), program.value(convolution.source)),
             (("w",), program.pack(convolution, tables.order, False)),
-            (("y",), Reference("value", task.last + 1)),
             (("phases",), program.table(tables.phases)),
             (("slots",), program.table(tables.slots)),
             (("terms",), program.table(tables.terms)),
         ]
+        if gather is not None:
+            gathered = program.gather(task.last + 1, boxes, gather, task.steps[-1].shape)
+            draft.pointers.append((("gathered",), gathered))
+        if gather is None or gather.stored:
+            draft.pointers.append((("y",), Reference("value", task.last + 1)))
         if convolution.bias is not None:
             draft.pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
         blocks = min(int(p["tiles"]), MAX_GRID)
@@ -84,4 +96,6 @@ class Fma:
             "shared_bytes": tile.shared_bytes,
             "why": task.refusal,
         }
+        if gather is not None:
+            detail["gathers"] = gather.kind.lower()
         return [(f"phase-decomposed implicit GEMM, {program.compute} FMA", detail)]

@@ -7,13 +7,12 @@ import math
 import numpy as np
 
 from dispatcher.backends.cuda.convolution import halo_tables
-from dispatcher.backends.cuda.program import Draft, Program, Reference
+from dispatcher.backends.cuda.gathering import NO_GATHER
+from dispatcher.backends.cuda.program import Described, Draft, Program, Reference
 from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ConvTask, Task
 from dispatcher.backends.cuda.tiles import launch_cycles
-
-Described = tuple[str, dict[str, str | int | float]]
 
 
 class Halo:
@@ -53,12 +52,18 @@ class Halo:
         draft.pointers += [
             (("x",), program.value(before.source)),
             (("w",), program.pack(convolution, tables.order, not halo.split)),
-            (("y",), Reference("value", task.last + 1)),
             (("passes",), program.table(tables.passes)),
             (("taps",), program.table(tables.taps)),
         ]
         if convolution.bias is not None:
             draft.pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
+        gather = task.gather
+        if gather is not None:
+            shape = task.steps[-1].shape
+            gathered = program.gather(task.last + 1, math.prod(map(int, p["tiles"])), gather, shape)
+            draft.pointers.append((("gathered",), gathered))
+        if gather is None or gather.stored:
+            draft.pointers.append((("y",), Reference("value", task.last + 1)))
         draft.defines.update(
             program.defines(stored, program.value_dtype(task.last + 1)),
             **tile.defines,
@@ -76,6 +81,8 @@ class Halo:
             POOL_Y=epilogue.window[1],
             POOL_X=epilogue.window[2],
             CHANNEL_REDUCE=int(epilogue.channels is not None),
+            STORE=int(gather is None or gather.stored),
+            **(NO_GATHER if gather is None else gather.defines),
         )
         blocks = halo.blocks(tile)
         algorithm, detail = _described(task)
@@ -93,16 +100,11 @@ class Halo:
             kept = program.scratch(4 * math.prod(geometry.input_shape))
             draft.pointers.append((("kept",), kept))
             launch(SOFTMAX=1, KEEP_X=1)
-            # The second pass reads the inputs that the first one made.
-            second = Draft(program, "conv_halo.cu", "HaloParams", _source(task, NO_PROLOGUE))
-            for name in set(p.dtype.names) - {"operand"}:
-                second.parameters[name] = p[name]
-            second.parameters["source"] = p["in"]
-            second.defines = {**draft.defines, **second.defines, "INPUT": "float"}
-            second.defines.update(_x_defines(NO_PROLOGUE, 1, "float32", halo.split))
-            own = [pointer for pointer in draft.pointers if pointer[0][0] not in ("operand", "x", "kept")]
-            second.pointers += [*own, (("x",), kept)]
-            draft = second
+            # The second pass reads the inputs that the first one made; the other chains' operands keep their slots.
+            draft.source, p["source"] = _source(task, NO_PROLOGUE), p["in"]
+            draft.defines.update(_x_defines(NO_PROLOGUE, 1, "float32", halo.split), INPUT="float")
+            own = [pointer for pointer in draft.pointers if pointer[0] not in (("x",), ("kept",))]
+            draft.pointers = [*own, (("x",), kept)]
         else:
             launch(SOFTMAX=1)
         launch(SOFTMAX=2)
@@ -124,6 +126,7 @@ def _source(task: ConvTask, prologue: Prologue) -> Source:
     source.monoid("fold", epilogue.fold)
     source.monoid("box", epilogue.pool)
     source.monoid("channel", epilogue.channels)
+    source.monoid("gather", None if task.gather is None else task.gather.reduce)
     return source
 
 
@@ -140,6 +143,8 @@ def _described(task: ConvTask) -> Described:
     detail["phases"] = halo.phases
     detail["threads"] = tile.threads
     detail["shared_bytes"] = tile.shared_bytes
+    if task.gather is not None:
+        detail["gathers"] = task.gather.kind.lower()
     detail["option"] = f"tile={halo.name(tile)}"
     detail["why"] = "lowest estimate" if halo.wanted is None else task.setting.options.why
     return f"resident halo on tensor cores, {products}", detail

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from dispatcher.backends.cuda.conv_fma import Fma
 from dispatcher.backends.cuda.conv_halo import Halo
-from dispatcher.backends.cuda.memory_bound import Elementwise, PoolKernel, Rows
-from dispatcher.backends.cuda.program import Program
+from dispatcher.backends.cuda.memory_bound import Elementwise, FromGathered, PoolKernel, Rows
+from dispatcher.backends.cuda.program import Described, Program
 from dispatcher.backends.cuda.tasks import Task
 
 
@@ -32,11 +32,15 @@ class Implementation(Protocol):
         """Append the launches of ``task`` to ``program``; returns what is said of each."""
 
 
-#: Algorithm and details of a launch, for people.
-Described = tuple[str, dict[str, str | int | float]]
-
 #: The first one that accepts a task runs it.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (Halo(), Fma(), PoolKernel(), Rows(), Elementwise())
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Halo(),
+    Fma(),
+    PoolKernel(),
+    FromGathered(),
+    Rows(),
+    Elementwise(),
+)
 
 
 def choose(task: Task) -> tuple[Implementation, tuple[tuple[str, str], ...]]:

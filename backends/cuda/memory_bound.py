@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from dispatcher.backends.cuda.conv_halo import neighbours
-from dispatcher.backends.cuda.program import BLOCK, MAX_GRID, Draft, Launch, Program, Reference
+from dispatcher.backends.cuda.program import (
+    BLOCK,
+    MAX_GRID,
+    Described,
+    Draft,
+    Launch,
+    Path,
+    Program,
+    Reference,
+)
 from dispatcher.backends.cuda.prologue import MAX_WINDOW
 from dispatcher.backends.cuda.sources import Source
-from dispatcher.backends.cuda.tasks import ChainTask, PoolTask, RowsTask, Task
+from dispatcher.backends.cuda.tasks import ChainTask, GatheredTask, PoolTask, RowsTask, Task
 from dispatcher.ops.steps import Normalize, Pool, Reduce, Shape, Softmax
 
-Described = tuple[str, dict[str, str | int | float]]
 #: Elements that a multiprocessor reads or writes in a cycle, about.
 _ELEMENTS = 4
 
@@ -121,22 +130,70 @@ class Rows(_MemoryBound):
             p[name]["rank"] = len(axes)
             for axis, (extent, stride) in enumerate(axes):
                 p[name]["extent"][axis], p[name]["stride"][axis] = extent, stride
-        p["channels"], p["channel_stride"] = step.input_shape[1], math.prod(step.input_shape[2:])
         draft.defines["ROW_SHIFTED"] = int(isinstance(step, Reduce) and step.form.shifted)
         draft.defines["FUNCTION"] = ("NORMALIZE", "SOFTMAX", "REDUCE")[
             (Normalize, Softmax, Reduce).index(type(step))
         ]
         if isinstance(step, Normalize):
-            p["eps"] = step.eps
-            for field_name, operand in (("weight", step.weight), ("bias", step.bias)):
-                if operand is not None:
-                    draft.pointers.append(((field_name,), Reference("tensor", operand.name)))
+            draft.pointers += _affine(p, step)
         rows, length = int(p["rows"]), int(p["items"])
         by_block = length > 1 and (items[-1][1] == 1 or rows < 32 * task.setting.target.processors)
         if not by_block:
             return _appended(program, draft.launch("rows_by_thread", _grid(rows, task)))
         threads = min(BLOCK, max(32, 1 << (length - 1).bit_length()))
         return _appended(program, draft.launch("rows_by_block", min(rows, MAX_GRID), threads))
+
+
+#: Blocks of a multiprocessor, and elements of a block for each statistic that it joins first.
+_BLOCKS, _WORTH = 16, 8
+
+
+class FromGathered(_MemoryBound):
+    """Steps over space whose statistics are there; see
+    :class:`dispatcher.backends.cuda.implementations.Implementation`."""
+
+    name = "gathered"
+    takes: type[Task] = GatheredTask
+
+    def lower(self, task: GatheredTask, program: Program) -> list[Described]:
+        """One launch."""
+        step, gather = task.steps[0], task.gather
+        assert isinstance(step, Normalize | Softmax | Reduce)
+        end = program.operator.steps[task.end]
+        source = Source()
+        source.chain("last_chain", task.riders, task.end + 1, end.shape)
+        source.monoid("gather", gather.reduce)
+        draft = Draft(program, "gathered.cu", "GatheredParams", source)
+        _finished(draft, task, program, end.shape)
+        values = end is step and not isinstance(step, Reduce)
+        if not values:
+            draft.pointers = [pointer for pointer in draft.pointers if pointer[0] != ("x",)]
+        p = draft.parameters
+        batch, channels, *space = step.input_shape
+        plane = math.prod(space)
+        groups = step.groups if isinstance(step, Normalize) else 1
+        together = batch if 0 in step.axes else 1, channels // groups if 1 in step.axes else 1
+        reference, boxes = program.gathered[step.source]
+        sets = batch // together[0] * (channels // together[1])
+        count, statistics = math.prod(together) * plane, math.prod(together) * boxes
+        wanted = -(-_BLOCKS * task.setting.target.processors // sets)
+        parts = max(1, min(wanted, count // max(8 * BLOCK, _WORTH * statistics))) if values else 1
+        p["sets"], p["parts"], p["plane"], p["boxes"] = sets, parts, plane, boxes
+        p["set_batch"], p["set_channels"], p["channels"], p["count"] = *together, channels, count
+        draft.pointers.append((("gathered",), reference))
+        function = "REDUCE" if isinstance(step, Reduce) else "SOFTMAX"
+        if isinstance(step, Normalize):
+            function = "NORMALIZE" if values else "MEAN"
+            draft.pointers += _affine(p, step)
+        draft.defines.update(gather.defines, FUNCTION=function)
+        return _appended(program, draft.launch("gathered", min(sets * parts, MAX_GRID)))
+
+
+def _affine(parameters: Any, step: Normalize) -> list[tuple[Path, Reference]]:
+    """Fill in eps; returns the pointers to weight and bias."""
+    parameters["eps"] = step.eps
+    given = (("weight", step.weight), ("bias", step.bias))
+    return [((name,), Reference("tensor", operand.name)) for name, operand in given if operand is not None]
 
 
 Axes = list[tuple[int, int]]

@@ -7,13 +7,14 @@ call, since a caller's tensors may live anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dispatcher.backends.cuda.gathering import Gather
 from dispatcher.backends.cuda.layouts import structure
 from dispatcher.backends.cuda.sources import Source, broadcast_strides, fill
 from dispatcher.backends.cuda.toolkit import Kernel
@@ -40,7 +41,8 @@ class Reference:
 
 
 Path = tuple[str | int, ...]
-Defines = Mapping[str, int | str]
+#: Algorithm and details of a launch, for people.
+Described = tuple[str, dict[str, str | int | float]]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Program:
         tables: constant device memory.
         packed: weights to pack once.
         scratch_bytes: scratch memory blocks.
+        gathered: where a value's statistics are, and of how many boxes of each batch item.
     """
 
     operator: Operator
@@ -93,6 +96,7 @@ class Program:
     tables: list[NDArray[Any]] = field(default_factory=list)
     packed: list[PackedWeight] = field(default_factory=list)
     scratch_bytes: list[int] = field(default_factory=list)
+    gathered: dict[int, tuple[Reference, int]] = field(default_factory=dict)
 
     def value_dtype(self, index: int) -> str:
         """The dtype of value ``index``."""
@@ -128,6 +132,12 @@ class Program:
         """Memory for one call, of ``size`` bytes."""
         self.scratch_bytes.append(size)
         return Reference("scratch", len(self.scratch_bytes) - 1)
+
+    def gather(self, value: int, boxes: int, gather: Gather, shape: Shape) -> Reference:
+        """Memory for the statistics of ``value``, of ``boxes`` boxes of each batch item."""
+        reference = self.scratch(8 * gather.numbers * shape[0] * boxes * shape[1])
+        self.gathered[value] = (reference, boxes)
+        return reference
 
     def value(self, index: int) -> Reference:
         """A value of the pipeline."""

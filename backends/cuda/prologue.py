@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dispatcher.backends.cuda.sources import MAX_STAGES, refuses
-from dispatcher.backends.cuda.tiles import HIDDEN_READS
+from dispatcher.backends.cuda.tiles import COSTS
 from dispatcher.ops.steps import Pointwise, Pool, Step
 
 #: Most elements of a window whose reads are unrolled.
@@ -83,4 +83,4 @@ def pays(prologue: Prologue, reads: float) -> bool:
         reads: how often the convolution's blocks read each input. Each time after the first costs the window's
             elements; a launch would read them once and write the input.
     """
-    return (1 - HIDDEN_READS) * (reads - 1) * prologue.volume <= prologue.volume + 1
+    return (1 - COSTS.hidden_reads) * (reads - 1) * prologue.volume <= prologue.volume + 1

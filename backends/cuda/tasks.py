@@ -11,10 +11,11 @@ from dispatcher.backends.cuda import epilogue as epilogues
 from dispatcher.backends.cuda import prologue as prologues
 from dispatcher.backends.cuda.driver import Context
 from dispatcher.backends.cuda.epilogue import Epilogue
+from dispatcher.backends.cuda.gathering import Gather
 from dispatcher.backends.cuda.options import Options, TileChoice
 from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import MAX_RIDERS, refuses
-from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, Triple, halo_tile
+from dispatcher.backends.cuda.tiles import FMA_VOXELS, HaloTask, HaloTile, Triple, halo_tile
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
@@ -139,13 +140,7 @@ class ChainTask(_Ahead):
         if isinstance(step, Pool):
             prologue = prologues.describe((*self.steps, step))
             return prologue if isinstance(prologue, str) else PoolTask(self.setting, self.first, index, index)
-        source = self.steps[0].source
-        held = {source, *range(self.first + 1, index + 1)}
-        if len(self.steps) == MAX_RIDERS:
-            return f"a chain holds {MAX_RIDERS} operations at most"
-        if not isinstance(step, Pointwise):
-            return f"{step.op} is a kernel of its own"
-        return refuses(step, held, self.first) or replace(self, last=index)
+        return super().extended(index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +163,23 @@ class PoolTask(_Ahead):
 
 
 @dataclass(frozen=True, eq=False)
+class GatheredTask(Task):
+    """A step over all of space whose statistics were gathered by the launch before it, and its riders.
+
+    Attributes:
+        end: index of the last step that the statistics serve: the first one, or the mean over space of what it makes.
+        gather: what was gathered.
+    """
+
+    end: int
+    gather: Gather
+
+    @property
+    def core(self) -> int:
+        return self.end
+
+
+@dataclass(frozen=True, eq=False)
 class ConvTask(Task):
     """A convolution with steps before and after it.
 
@@ -176,12 +188,14 @@ class ConvTask(Task):
         prologue: steps before it.
         epilogue: steps after it.
         refusal: why the tensor-core kernel cannot run the convolution, or None.
+        gather: statistics that the launch gathers, or None.
     """
 
     convolution: int
     prologue: Prologue
     epilogue: Epilogue
     refusal: str | None = None
+    gather: Gather | None = None
 
     @staticmethod
     def of(setting: Setting, index: int) -> ConvTask:
@@ -211,6 +225,20 @@ class ConvTask(Task):
             return f"no tile that holds {step.op} too fits this device"
         return task
 
+    def gathering(self, gather: Gather) -> ConvTask | str:
+        """The task with statistics of its result, or the reason why it cannot gather them."""
+        if self.epilogue.open == "last" or self.epilogue.softmax:
+            return "the launch does not hold its result by voxels and channels"
+        task = replace(self, gather=gather)
+        if self.refusal is None:
+            return task if task.tile is not None else "no tile that holds the statistics too fits this device"
+        # A block of the general kernel has voxels of several batch items, unless these are padded to whole blocks.
+        batch, voxels = self.step.geometry.batch, math.prod(self.positions)
+        padded = -(-voxels // FMA_VOXELS) * FMA_VOXELS
+        if padded * batch > 2 * (batch * voxels + FMA_VOXELS):
+            return f"blocks of {FMA_VOXELS} voxels hold several batch items"
+        return task
+
     @cached_property
     def halo(self) -> HaloTask:
         """What the tensor-core kernel has to do.
@@ -232,6 +260,7 @@ class ConvTask(Task):
             processors=target.processors,
             wanted=self.wanted,
             window=self.prologue.volume,
+            gather=(0, 1) if self.gather is None else (self.gather.numbers, 1 + self.gather.wide),
         )
 
     @cached_property

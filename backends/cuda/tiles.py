@@ -6,10 +6,12 @@ come from one place.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ Flag = Any
 
 #: Most channels that one block of either kernel holds.
 MAX_BLOCK_N = 64
+#: Most voxels of a block of ``conv_fma.cu``.
+FMA_VOXELS = 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def fma_tile(channels: int, itemsize: int, use_fold: bool) -> FmaTile:
     block_n, thread_n = next(
         ((n, t) for n, t in ((4, 1), (8, 2), (16, 4), (32, 8)) if channels <= n), (MAX_BLOCK_N, 8)
     )
-    return FmaTile(64 if itemsize == 4 else 32, block_n, 16, thread_n, use_fold, itemsize)
+    return FmaTile(FMA_VOXELS if itemsize == 4 else 32, block_n, 16, thread_n, use_fold, itemsize)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class HaloTile:
         pooled: a second pooling follows, which goes through shared memory.
         ahead: how many times 8 channels of weights are read before they are used.
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
+        gather: numbers that a lane keeps of each of its channels, for statistics, and floats of each number.
     """
 
     tile: tuple[Count, Count, Count]
@@ -122,6 +127,7 @@ class HaloTile:
     pooled: bool
     ahead: int
     resident: Count
+    gather: tuple[int, int] = (0, 1)
 
     def pick(self, which: Any) -> HaloTile:
         """Tile number ``which`` of many; with a mask or several numbers, those."""
@@ -197,14 +203,37 @@ class HaloTile:
         """Floats from channel to channel: 8 mod 32, which spreads a fragment over all banks."""
         return (self.pitch_x * self.rows_y * self.rows_z + self.high[2] + 23) // 32 * 32 + 8
 
+    @property
+    def stage_pitch(self) -> Count:
+        """Floats from channel to channel where a second pooling reads its 8 channels."""
+        return (self.rows + 27) // 32 * 32 + 4
+
+    @property
+    def tile_floats(self) -> Count:
+        """Shared memory for x; a second pooling's staging takes its place."""
+        return np.maximum(self.slice_channels * self.pitch_c, 8 * self.stage_pitch * self.pooled)
+
+    @property
+    def sum_floats(self) -> Count:
+        """Shared memory for the sums of a softmax."""
+        return np.maximum(self.warps * self.block_n, self.threads + 2 * self.block_n) * self.softmax
+
+    @property
+    def fold_floats(self) -> Count:
+        """Shared memory for what is folded so far."""
+        return self.rows * self.block_n * self.fold_shared
+
+    @property
+    def gather_floats(self) -> Count:
+        """Shared memory for statistics: a lane's numbers of its channels, and a count."""
+        numbers, floats = self.gather
+        return self.threads * floats * (numbers * self.block_n // 4 + 1) * (numbers > 0)
+
     @cached_property
     def shared_bytes(self) -> Count:
-        """Dynamic shared memory of a block."""
-        x = self.slice_channels * self.pitch_c
-        staging = 8 * ((self.rows + 27) // 32 * 32 + 4) * self.pooled
-        sums = np.maximum(self.warps * self.block_n, self.threads + 2 * self.block_n) * self.softmax
-        fold = self.rows * self.block_n * self.fold_shared
-        size = 4 * (np.maximum(x, staging) + sums + fold + self.steps + 1)
+        """Dynamic shared memory of a block; the taps' offsets lie at the end."""
+        floats = self.tile_floats + self.sum_floats + self.fold_floats + self.gather_floats
+        size = 4 * (floats + self.steps + 1)
         return size if np.ndim(size) else int(size)
 
     def shared_offset(self, offset: Triple) -> int:
@@ -234,6 +263,15 @@ class HaloTile:
             "FOLD_SHARED": int(self.fold_shared),
             "AHEAD": self.ahead,
             "RESIDENT": self.resident,
+            "WARPS": self.warps,
+            "PAD_X": self.pad_x,
+            "PITCH_X": self.pitch_x,
+            "PITCH_C": self.pitch_c,
+            "STAGE_PITCH": self.stage_pitch,
+            "TILE_FLOATS": int(self.tile_floats),
+            "SUM_FLOATS": int(self.sum_floats),
+            "FOLD_FLOATS": int(self.fold_floats),
+            "GATHER_FLOATS": int(self.gather_floats),
         }
 
 
@@ -301,6 +339,7 @@ class HaloTask:
         processors: multiprocessors of the device.
         wanted: consider only tiles that match this.
         window: elements from which a prologue makes each input.
+        gather: see :class:`HaloTile`.
     """
 
     geometry: ConvGeometry
@@ -314,6 +353,7 @@ class HaloTask:
     processors: int
     wanted: TileChoice | None = None
     window: int = 1
+    gather: tuple[int, int] = (0, 1)
 
     @property
     def paired_phases(self) -> bool:
@@ -426,6 +466,7 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     tiles = HaloTile(
         (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]), channels, slice_channels,
         n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
+        task.gather,
     )  # fmt: skip
     fits = (sums + other <= available) & (tiles.threads <= 1024) & task.holds_windows(tiles)
     fits &= task.matches(tiles)
@@ -457,21 +498,40 @@ def launch_cycles(task: HaloTask, tile: HaloTile) -> NDArray[np.float64]:
     return np.asarray(estimated_cycles(task, tile) * waves, np.float64)
 
 
-#: Costs in cycles, fitted to 148 tiles of the five problems timed on an H200, with convolutions that loaded their input
-#: as it is; ``python bench/cuda_model.py`` says how well they fit, and fits them anew.
-_PRODUCT_CYCLES = 7.2  # one m16n8k8 on a quarter of a multiprocessor
-_EPILOGUE_CYCLES = 22.0  # what follows a sum, for 32 lanes, on a quarter
-_STORE_CYCLES = 0.62  # a float to memory
-_HALF_SECTORS = 1.75  # times that, where the two phases of a line are stored one after the other
-_LOAD_CYCLES = 0.44  # a float from memory, less where blocks share a multiprocessor
-_LATENCY_CYCLES = 1.1  # a warp that is alone takes 1 + this many times as long
-_FEW_WARPS = 1.15  # blocks of fewer than four warps, of which none was timed: a guess that they are no better
-_WANTED_REGISTERS = 82  # besides sums; each one that is missing costs this share of the time:
-_SHORTAGE = 0.0033
-#: Share of the reads of a prologue's windows, beyond one an input, that other blocks' products hide: an assumption,
-#: which bench/gpu_check.py puts to the test by timing prologues fused and separate.
-HIDDEN_READS = 0.5
-_FILL_CYCLES = 1500.0  # until a slice of channels is there, where they come in slices: a guess, not timed
+@dataclass(frozen=True)
+class Costs:
+    """Costs of ``conv_halo.cu`` in cycles, fitted to measured times; ``python bench/cuda_model.py`` says how well they
+    fit, and fits them anew.
+
+    Attributes:
+        product_cycles: one m16n8k8 on a quarter of a multiprocessor.
+        epilogue_cycles: what follows a sum, for 32 lanes, on a quarter.
+        store_cycles: a float to memory.
+        half_sectors: times that, where the two phases of a line are stored one after the other.
+        load_cycles: a float from memory, less where blocks share a multiprocessor.
+        latency_cycles: a warp that is alone takes 1 + this many times as long.
+        few_warps: blocks of fewer than four warps.
+        wanted_registers: besides sums; each one that is missing costs the share ``shortage`` of the time.
+        shortage: see ``wanted_registers``.
+        fill_cycles: until a slice of channels is there, where they come in slices.
+        hidden_reads: share of the reads of a prologue's windows, beyond one an input, that other blocks' products hide.
+    """
+
+    product_cycles: float
+    epilogue_cycles: float
+    store_cycles: float
+    half_sectors: float
+    load_cycles: float
+    latency_cycles: float
+    few_warps: float
+    wanted_registers: float
+    shortage: float
+    fill_cycles: float
+    hidden_reads: float
+
+
+#: The file says on which device they were fitted, when, by which program, and which of them are guesses.
+COSTS = Costs(**json.loads((Path(__file__).parent / "costs.json").read_text(encoding="utf-8"))["costs"])
 
 
 def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
@@ -484,7 +544,7 @@ def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
     k8 = tile.steps * tile.slices * tile.slice_channels / 8
     products = tile.warp_m * columns * (3 if task.split else 1)
     fragments = 4 * tile.warp_m, 2 * columns  # floats of x and weights that a lane reads
-    tensor = k8 * products * in_quarter * _PRODUCT_CYCLES
+    tensor = k8 * products * in_quarter * COSTS.product_cycles
     cache = k8 * sum(fragments) * warps
     instructions = products + fragments[0] + fragments[1] / 4
     if task.split:
@@ -492,21 +552,21 @@ def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
     if task.promoted:
         instructions = instructions + tile.warp_m * columns * 32 / tile.block_k
     loop = np.cbrt(tensor**3 + cache**3 + (k8 * instructions * in_quarter) ** 3)
-    loop = loop + task.phases * tile.warp_m * columns * 4 * in_quarter * _EPILOGUE_CYCLES
+    loop = loop + task.phases * tile.warp_m * columns * 4 * in_quarter * COSTS.epilogue_cycles
     sums = task.sums(tile.warp_m, tile.block_n, tile.paired, tile.fold_shared)
-    missing = np.maximum(0, sums + _WANTED_REGISTERS - registers(tile.threads, tile.resident))
-    loop = loop * (1 + _LATENCY_CYCLES / warps) * (1 + _SHORTAGE * missing)
-    loop = loop * np.where(tile.threads < 128, _FEW_WARPS, 1)
+    missing = np.maximum(0, sums + COSTS.wanted_registers - registers(tile.threads, tile.resident))
+    loop = loop * (1 + COSTS.latency_cycles / warps) * (1 + COSTS.shortage * missing)
+    loop = loop * np.where(tile.threads < 128, COSTS.few_warps, 1)
     stores: Any = 0.0
     if not task.folded:
-        stores = tile.voxels * tile.block_n * task.phases * tile.resident * _STORE_CYCLES
+        stores = tile.voxels * tile.block_n * task.phases * tile.resident * COSTS.store_cycles
         if task.paired_phases:
-            stores = stores * np.where(tile.paired, 1, _HALF_SECTORS)
+            stores = stores * np.where(tile.paired, 1, COSTS.half_sectors)
     sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
-    loads = tile.rows_y * tile.rows_z * sectors * tile.slices * tile.slice_channels * _LOAD_CYCLES
+    loads = tile.rows_y * tile.rows_z * sectors * tile.slices * tile.slice_channels * COSTS.load_cycles
     loads = loads * task.fills(tile) * np.sqrt(tile.resident)
-    fills = np.where(tile.slices > 1, task.fills(tile) * tile.slices * _FILL_CYCLES, 0)
-    first_loads = loads * (1 + (1 - HIDDEN_READS) * (task.window - 1))
+    fills = np.where(tile.slices > 1, task.fills(tile) * tile.slices * COSTS.fill_cycles, 0)
+    first_loads = loads * (1 + (1 - COSTS.hidden_reads) * (task.window - 1))
     if tile.softmax:  # the second pass reads what the first one made of the windows
         return 2 * (loop + fills) + stores + first_loads + loads
     return loop + fills + stores + first_loads

@@ -26,10 +26,16 @@ struct LinearAt {
   const int *extent;
   __device__ __forceinline__ bool inside() const { return true; }
   __device__ __forceinline__ index_t linear() const { return index; }
-  __device__ __forceinline__ int channel() const {
-    return static_cast<int>(index / (index_t(extent[2]) * extent[3] * extent[4]) % extent[1]);
-  }
   // 64-bit divisions would cost more than the memory traffic, so that indices are decoded in 32 bits where they fit.
+  template <class Index> __device__ __forceinline__ int decoded_channel() const {
+    Index rest = static_cast<Index>(index);
+#pragma unroll
+    for (int axis = 4; axis > 1; axis--) rest /= static_cast<Index>(extent[axis]);
+    return static_cast<int>(rest % static_cast<Index>(extent[1]));
+  }
+  __device__ __forceinline__ int channel() const {
+    return index < (index_t(1) << 32) ? decoded_channel<unsigned>() : decoded_channel<unsigned long long>();
+  }
   template <class Index> __device__ __forceinline__ index_t decoded(const index_t *stride) const {
     Index rest = static_cast<Index>(index);
     index_t at = 0;

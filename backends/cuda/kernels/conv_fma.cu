@@ -16,6 +16,7 @@
 // A block owns BLOCK_M voxels x BLOCK_N channels of one phase, or of all phases where pooling folds them: it then
 // makes them one after another. A thread owns THREAD_M = 4 consecutive voxels x THREAD_N consecutive channels.
 // Results go through shared memory, where a thread owns one voxel and every SLICES-th channel; there run
+//   GATHER: statistics of a tile's values, for each channel (gather.cuh); a tile's voxels are of one batch item then
 //   first chain (per voxel and phase), fold over the phases, second chain, channel reduction and last chain, store.
 // Layer norm and the channel reduction need all channels of a voxel: groups = 1 and OC <= BLOCK_N.
 // A sum that is not finite is made again term by term with only the inputs that exist, since 0 * inf, where 0
@@ -29,8 +30,9 @@
 // multiply-adds a loaded value, from the L2 cache where neighbouring phases and taps meet.
 //
 // The host guarantees: extents and positions below 2^31; the tile's constraints (tiles.py); y overlaps nothing.
-// Generated: first_chain and second_chain, of a team; last_chain; the monoids fold and channel.
+// Generated: first_chain and second_chain, of a team; last_chain; the monoids fold, channel and gather.
 #include "chain.cuh"
+#include "gather.cuh"
 
 constexpr int THREADS_M = BLOCK_M / THREAD_M;
 constexpr int THREADS_N = BLOCK_N / THREAD_N;
@@ -56,7 +58,8 @@ struct ConvParams {
   const Phase *phases;  // of the residues that have taps on every axis, by slot (depth, height, width)
   const int *slots;     // residue -> slot, or -1 where it has no tap: depth, then height, then width
   const Term *terms;
-  index_t voxels, tiles;
+  double *gathered;  // [box of a batch item][OC][GATHERED], batch items one after another
+  index_t voxels, voxel_tiles, tiles;  // voxels: of all batch items, or of one where statistics are gathered
   index_t phase_count;  // residues of all axes
   int groups, in_channels, out_channels, padded_channels, channel_tiles, term_count;
   int in[3], positions[3], out[3], stride[3], residues[3], axis_slots[3];
@@ -71,7 +74,7 @@ struct Voxel {
   index_t input;  // element (batch, first channel of the group, m)
 };
 
-__device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_t m) {
+__device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_t item, index_t m) {
   Voxel v;
   v.inside = m < p.voxels;
   index_t rest = v.inside ? m : 0;
@@ -80,8 +83,8 @@ __device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_
     v.m[axis] = static_cast<int>(rest % p.positions[axis]);
     rest /= p.positions[axis];
   }
-  v.batch = rest;
-  const index_t channel = rest * p.in_channels * p.groups + index_t(group) * p.in_channels;
+  v.batch = item + rest;
+  const index_t channel = v.batch * p.in_channels * p.groups + index_t(group) * p.in_channels;
   v.input = ((channel * p.in[0] + v.m[0]) * p.in[1] + v.m[1]) * p.in[2] + v.m[2];
   return v;
 }
@@ -222,6 +225,36 @@ struct Team {
   }
 };
 
+#if GATHER
+// Join the values of a tile's voxels that exist, values[c * BLOCK_M + voxel]; a warp takes one channel at a time.
+__device__ __forceinline__ void store_gathered(const COMPUTE *values, int channels, bool exists, COMPUTE *partial,
+                                               double *to) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  partial[threadIdx.x] = exists ? 1 : 0;
+  __syncthreads();
+  for (int c = warp; c < channels; c += THREADS / 32) {
+    State state[GATHER_NUMBERS];
+    double count = 0.;
+    for (int m = lane; m < BLOCK_M; m += 32) {
+      if (partial[m] == COMPUTE(0)) continue;
+      const COMPUTE v[1] = {values[c * BLOCK_M + m]};
+      const bool inside[1] = {true};
+      gather_more<1, 1>(state, count == 0., v, inside);
+      count += 1.;
+    }
+    Gathered total = gathered_nothing();
+    gather_join<1>(total, state, count);
+    for (int mask = 1; mask < 32; mask *= 2) {
+      const Gathered other = {__shfl_xor_sync(~0u, total.a, mask), __shfl_xor_sync(~0u, total.b, mask),
+                              __shfl_xor_sync(~0u, total.c, mask)};
+      total = gathered_both(total, other);
+    }
+    if (lane == 0) gather_store(total, to + c * GATHERED);
+  }
+  __syncthreads();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams p) {
   extern __shared__ __align__(16) COMPUTE shared[];
   COMPUTE *A = shared;
@@ -243,8 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams 
       phase_end = phase_index + 1;
       rest /= p.phase_count;
     }
-    const index_t m0 = rest * BLOCK_M;
-    const Voxel v = voxel_at(p, group, m0 + own);
+    const index_t item = GATHER ? rest / p.voxel_tiles : 0;
+    const index_t m0 = (GATHER ? rest % p.voxel_tiles : rest) * BLOCK_M;
+    const Voxel v = voxel_at(p, group, item, m0 + own);
     const int channels = p.out_channels - n0 < BLOCK_N ? p.out_channels - n0 : BLOCK_N;
     const int first_channel = group * p.out_channels + n0;
     const COMPUTE *w = p.w + index_t(group) * p.term_count * p.padded_channels + n0;
@@ -284,6 +318,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams 
       Team team{values, channels, first_channel, partial, at};
       second_chain(p.operand, team);
     }
+#if GATHER
+    const index_t box = USE_FOLD ? rest : rest * p.phase_count + phase_index;
+    store_gathered(values - own, channels, at.exists, partial,
+                   p.gathered + (box * p.groups * p.out_channels + first_channel) * GATHERED);
+#endif
     const index_t plane = index_t(p.out[0]) * p.out[1] * p.out[2];
     OUTPUT *y = p.y + (index_t(at.place[0]) * p.out[1] + at.place[1]) * p.out[2] + at.place[2];
     if (CHANNEL_REDUCE) {
@@ -293,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_fma(const ConvParams 
       total = channel_finish(total, Share<COMPUTE>{COMPUTE(channels)});
       at.c = 0;
       if (at.exists && slice == 0) y[v.batch * plane] = OUTPUT(last_chain(p.operand, total, at));
-    } else if (at.exists) {
+    } else if (STORE && at.exists) {
       const index_t first = v.batch * p.out_channels * p.groups + first_channel;
       for (int c = slice; c < channels; c += SLICES) y[(first + c) * plane] = OUTPUT(values[c * BLOCK_M]);
     }

@@ -42,6 +42,10 @@
 //     its voxels per channel; SOFTMAX_SCALE, a second launch, makes the convolution again, which is cheaper than
 //     storing and reading exponentials, and divides.
 //
+// GATHER: statistics of the values that are made, over the box and for each channel, for a later step. Each lane keeps
+// its state in shared memory, so that the main loop has all registers; the block joins them in a fixed order, in double.
+// With STORE 0 nothing else is stored.
+//
 // Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
 // (4 channels x 8 voxels) meets 32 banks; the program; softmax sums; with FOLD_SHARED what is folded so far, each
 // thread's own. The second pooling's staging of 8 channels takes the x tile's place.
@@ -59,8 +63,9 @@
 // y aligned for pairs and OW even where pair_stores; fewer than 2^31 blocks; layer norm and reductions of channels only
 // where GROUPS = 1 and OC <= BLOCK_N; POOL boxes do not cross tiles.
 // Generated: pre_first_chain, pre_second_chain, last_chain; first_chain and second_chain, of a team; the monoids pool,
-// fold, box and channel.
+// fold, box, channel and gather.
 #include "chain.cuh"
+#include "gather.cuh"
 #include "window.cuh"
 
 #define SOFTMAX_NONE 0
@@ -69,7 +74,6 @@
 
 constexpr int NT = BLOCK_N / 8;                   // column blocks of a warp
 constexpr int TILE_M = TILE_X * TILE_Y * TILE_Z;  // voxels of a block
-constexpr int WARPS = (TILE_M + 16 * WARP_M - 1) / (16 * WARP_M);
 constexpr int ROWS_M = WARPS * 16 * WARP_M;  // voxels that warps work on; those beyond TILE_M are idle
 constexpr int THREADS = 32 * WARPS;
 constexpr int PHASES = PAIRED ? 2 : 1;  // of a warp before it stores
@@ -80,26 +84,22 @@ constexpr int CHUNKS = SLICE_CHANNELS / BLOCK_K;  // of a slice
 constexpr int SLICE_K8 = SLICE_CHANNELS / 8;
 constexpr int PRE_VOLUME = PRE_X * PRE_Y * PRE_Z;
 constexpr bool WHOLE = OUT_CHANNELS % BLOCK_N == 0;  // no channel of any tile is padding
-constexpr int PAD_X = (LOW_X + 3) / 4 * 4;           // zone left of a row, which keeps it 16-byte aligned
-// The right halo of a row may lie in the left zone of the next one.
-constexpr int PITCH_X = HIGH_X + LOW_X <= PAD_X ? PAD_X + TILE_X : (PAD_X + TILE_X + HIGH_X + 3) / 4 * 4;
 constexpr int ROWS_Y = TILE_Y + LOW_Y + HIGH_Y, ROWS_Z = TILE_Z + LOW_Z + HIGH_Z;
-constexpr int PITCH_C = (PITCH_X * ROWS_Y * ROWS_Z + HIGH_X + 23) / 32 * 32 + 8;
 constexpr int SLAB = 8 * BLOCK_N;  // weights of one tap and 8 channels
 constexpr bool ROTATES = BLOCK_K / 8 > AHEAD;        // fragments of weights stay in their registers
 constexpr int SLOTS = ROTATES ? BLOCK_K / 8 : AHEAD + 1;
 constexpr int POOL_VOLUME = POOL_X * POOL_Y * POOL_Z;
-constexpr int STAGE_PITCH = (ROWS_M + 27) / 32 * 32 + 4;  // from channel to channel in the staging
-constexpr int STAGE_FLOATS = POOL_VOLUME > 1 ? 8 * STAGE_PITCH : 0;
 constexpr int X_FLOATS = SLICE_CHANNELS * PITCH_C;
-constexpr int TILE_FLOATS = X_FLOATS > STAGE_FLOATS ? X_FLOATS : STAGE_FLOATS;
-constexpr int SUM_FLOATS = SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N
-                           : SOFTMAX == SOFTMAX_SCALE ? THREADS + 2 * BLOCK_N
-                                                      : 0;
-constexpr int FOLD_FLOATS = FOLD && FOLD_SHARED ? WARP_M * NT * 4 * THREADS : 0;
+constexpr int STATES = 2 * NT * THREADS;  // from one number of a lane's states to the next
 static_assert(TILE_X % 8 == 0 && BLOCK_N % 8 == 0 && BLOCK_K % 8 == 0 && SLICE_CHANNELS % BLOCK_K == 0
                   && THREADS <= 1024,
               "tile");
+// The layout of the shared memory comes from the host: x with PAD_X floats left of a line, which keep it 16-byte aligned,
+// PITCH_X from line to line and PITCH_C from channel to channel; then SUM_FLOATS, FOLD_FLOATS and GATHER_FLOATS.
+static_assert(TILE_FLOATS >= X_FLOATS && (POOL_VOLUME == 1 || TILE_FLOATS >= 8 * STAGE_PITCH) && PITCH_X % 4 == 0, "x");
+static_assert(SOFTMAX == SOFTMAX_NONE || SUM_FLOATS >= (SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N : THREADS + 2 * BLOCK_N),
+              "sums");
+static_assert(!GATHER || GATHER_FLOATS * sizeof(float) >= (GATHER_NUMBERS * STATES + THREADS) * sizeof(State), "states");
 static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
 static_assert(!PAIRED || !FOLD, "folded phases are not stored");
 
@@ -120,6 +120,7 @@ struct HaloParams {
   OUTPUT *y;
   float *partial;  // softmax sums, [batch][tile of the box][padded OC]
   float *kept;     // inputs that the prologue made, where KEEP_X
+  double *gathered;  // [box of a batch item][OC][GATHERED], batch items one after another
   const Pass *passes;
   const Tap *taps;
   index_t tile_weights;  // floats of one channel tile
@@ -768,12 +769,50 @@ __device__ __forceinline__ void load_factors(const HaloParams &p, const Box &box
   }
 }
 
+// ---- statistics --------------------------------------------------------------------------------------------
+// Take a phase's values, of voxels that exist, into the lane's states: number k of channel i at k * STATES + i * THREADS,
+// and after them how many values of a channel there are.
+__device__ __forceinline__ void gather(const HaloParams &p, const Box &box, const int (&residue)[3], bool whole,
+                                       const Rows &rows, State *own, int first_voxel, int g) {
+  bool inside[2 * WARP_M];
+  int more = 0;
+#pragma unroll
+  for (int m = 0; m < 2 * WARP_M; m++) {
+    inside[m] = place_of(p, box, first_voxel + m * 8 + g, residue, whole).exists;
+    more += inside[m];
+  }
+  if (more == 0) return;
+  State &count = own[GATHER_NUMBERS * STATES];
+#pragma unroll
+  for (int i = 0; i < 2 * NT; i++) {
+    float v[2 * WARP_M];
+#pragma unroll
+    for (int m = 0; m < 2 * WARP_M; m++) v[m] = rows[m / 2][i / 2][2 * (m % 2) + i % 2];
+    gather_more<2 * WARP_M, STATES>(own + i * THREADS, count == State(0), v, inside);
+  }
+  count += State(more);
+}
+
+// The block's states, joined in a fixed order.
+__device__ __forceinline__ void store_gathered(const HaloParams &p, const Box &box, const State *states) {
+  __syncthreads();
+  for (int c = threadIdx.x; c < box.channels; c += THREADS) {
+    Gathered total = gathered_nothing();
+    for (int lane = c % 8 / 2; lane < THREADS; lane += 4) {
+      const State *own = states + lane;
+      gather_join<STATES>(total, own + (c / 8 * 2 + c % 2) * THREADS, double(own[GATHER_NUMBERS * STATES]));
+    }
+    gather_store(total, p.gathered + (box.number * ALL_OUT + box.channel + c) * GATHERED);
+  }
+}
+
 // -----------------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     conv_halo(const __grid_constant__ HaloParams p) {
   extern __shared__ __align__(16) float shared[];
   float *x_tile = shared, *softmax = x_tile + TILE_FLOATS;
-  int *program = reinterpret_cast<int *>(softmax + SUM_FLOATS + FOLD_FLOATS);
+  State *states = reinterpret_cast<State *>(softmax + SUM_FLOATS + FOLD_FLOATS);
+  int *program = reinterpret_cast<int *>(softmax + SUM_FLOATS + FOLD_FLOATS + GATHER_FLOATS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_voxel = warp * 16 * WARP_M;
   const Box box = box_at(p);
@@ -804,6 +843,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #else
   Rows &acc = rows[PHASES - 1];  // the last phase stays where it is made
 #endif
+  if constexpr (GATHER) states[GATHER_NUMBERS * STATES + threadIdx.x] = 0;
   float sums[2 * NT];
   if constexpr (SOFTMAX == SOFTMAX_SUM) {
 #pragma unroll
@@ -854,9 +894,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             float &total = FOLD_SHARED ? fold[((m * NT + n) * 4 + i) * THREADS] : rows[0][m][n][i];
             total = q == 0 ? fold_lift(acc[m][n][i]) : fold_combine(total, fold_lift(acc[m][n][i]));
           }
+#elif GATHER
+      gather(p, box, pass.residue[f], false, acc, states + threadIdx.x, first_voxel, g);
 #elif CHANNEL_REDUCE && SOFTMAX != SOFTMAX_SUM
       store_channels(p, box, pass.residue[f], acc, first_voxel, g, t);
-#elif PAIRED && SOFTMAX != SOFTMAX_SUM
+#endif
+#if PAIRED && STORE && !CHANNEL_REDUCE && SOFTMAX != SOFTMAX_SUM
       if (f == 0) {
 #pragma unroll
         for (int m = 0; m < WARP_M; m++)
@@ -867,7 +910,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       }
 #endif
     }
-#if !FOLD && !CHANNEL_REDUCE && SOFTMAX != SOFTMAX_SUM
+#if !FOLD && !CHANNEL_REDUCE && STORE && SOFTMAX != SOFTMAX_SUM
     store(p, box, pass, rows, first_voxel, g, t);
 #endif
   }
@@ -889,9 +932,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #elif CHANNEL_REDUCE
   store_channels(p, box, p.passes[0].residue[0], rows[0], first_voxel, g, t);
 #else
+#if GATHER
+  gather(p, box, p.passes[0].residue[0], true, rows[0], states + threadIdx.x, first_voxel, g);
+#endif
+#if STORE
   store(p, box, p.passes[0], rows, first_voxel, g, t);
+#endif
 #endif
 #elif SOFTMAX == SOFTMAX_SUM
   store_sums(p, box, sums, softmax, warp, g, t);
+#endif
+#if GATHER
+  store_gathered(p, box, states);
 #endif
 }

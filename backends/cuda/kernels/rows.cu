@@ -36,9 +36,8 @@ struct RowsParams {
   const STORAGE *weight, *bias;
   Axes row, item;
   index_t rows, items;
-  index_t channel_stride;
   double eps, count;  // count: values that a row stands for
-  int channels, extent[5];  // extent: of y
+  int extent[5];      // of y
   Operand operand[OPERANDS];
 };
 CHECK_PARAMS(RowsParams);
@@ -109,7 +108,7 @@ template <class Team> __device__ __forceinline__ void run(const RowsParams &p, i
   const double factor = 1. / sqrt(variance + p.eps);
   for (index_t i = team.first(); i < p.items; i += team.step()) {
     const index_t at = start + offset(p.item, i);
-    const int channel = static_cast<int>(at / p.channel_stride % p.channels);
+    const int channel = p.weight || p.bias ? LinearAt{at, p.extent}.channel() : 0;
     COMPUTE value = COMPUTE((double(COMPUTE(p.x[at])) - mean) * factor);
     if (p.weight) value *= COMPUTE(p.weight[channel]);
     if (p.bias) value += COMPUTE(p.bias[channel]);
