@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ import typer
 from dispatcher import __version__
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.report import documents, streams, words
-from dispatcher.report.streams import answer, complain, note, note_skipped, part, progress, say
+from dispatcher.report.streams import answer, complain, note, note_skipped, progress, say
 
 MAX_SEED = 2**64 - 1
 
@@ -83,12 +83,10 @@ DeviceOption = Annotated[
 ]
 DeviceOrAllOption = Annotated[str | None, _option("D|all", "A device, or all usable ones.")]
 BenchDeviceOption = Annotated[
-    str | None,
-    _option("D|all", f"A device, or all usable ones. {_ELSE} DISPATCHER_DEVICE, then auto."),
+    str | None, _option("D|all", f"A device, or all usable ones. {_ELSE} DISPATCHER_DEVICE, then auto.")
 ]
 CaseOption = Annotated[
-    str | None,
-    _option("C", "Named case that gives the sizes; sample if left out, where the problem has it."),
+    str | None, _option("C", "Named case that gives the sizes; sample if left out, where the problem has it.")
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -330,15 +328,10 @@ def explain_command(
     commandline.check_choices(dtype, precision)
     chosen = case or commandline.default_case(loaded)
     with progress("compiling"):
-        explanation = explain(
-            loaded,
-            device=device,
-            case=chosen,
-            dtype=dtype,
-            precision=precision,
-            options=commandline.tuning_options(algorithm, option),
-            **parse_assignments(loaded, settings or [], "--set"),
-        )
+        given = parse_assignments(loaded, settings or [], "--set")
+        given |= {"case": chosen, "dtype": dtype, "precision": precision}
+        options = commandline.tuning_options(algorithm, option)
+        explanation = explain(loaded, device=device, options=options, **given)
     if as_json:
         note_skipped(explanation.skipped)
         answer("explain", {**explanation.as_dict(), "case": chosen})
@@ -389,14 +382,9 @@ def verify_command(
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     seed_count = commandline.whole_number("--seeds", seeds, 1)
     sets, numbers = verifying.check_inputs(inputs), verifying.check_seeds(seed_number, seed_count)
-    of_kernel = {
-        name: value
-        for name, value in (
-            *(("entry", entry), ("global-size", global_size), ("local-size", local_size)),
-            *(("build-option", build_option), ("timeout", timeout), ("repeat", repeat)),
-        )
-        if value is not None and value != []
-    }
+    of_kernel: dict[str, Any] = {"entry": entry, "global_size": global_size, "local_size": local_size}
+    of_kernel |= {"build_options": build_option or None, "timeout": timeout, "repeat": repeat}
+    of_kernel = {name: value for name, value in of_kernel.items() if value is not None}
     if kernel is not None:
         for name, other in (("--algorithm", algorithm), ("--option", option), ("--seeds", seed_count > 1)):
             if other:
@@ -410,19 +398,17 @@ def verify_command(
         )
         return
     if of_kernel:
-        raise InputError(f"--{next(iter(of_kernel))} is given without --kernel; give both")
+        name = next(iter(of_kernel)).replace("_", "-").removesuffix("s")
+        raise InputError(f"--{name} is given without --kernel; give both")
     options = commandline.tuning_options(algorithm, option)
     bound = commandline.bind_problems("verify", problem, settings, case, dtype, precision)
     names = [operator.problem.name for operator, _ in bound]
     with progress("verifying") as advance:
-        results = verifying.verify_operators(
-            bound,
-            device=device,
-            inputs=sets,
-            seeds=numbers,
-            options=options,
-            progress=lambda name, _, done: advance((names.index(name) + done) / len(names)),
-        )
+
+        def told(name: str, _: str, done: float) -> None:
+            advance((names.index(name) + done) / len(names))
+
+        results = verifying.verify_operators(bound, device, sets, numbers, options, told)
     for result in results:
         note_skipped(result.skipped)
     results = verifying.worst_first(results)
@@ -441,7 +427,7 @@ def _judge(
     kernel: str,
     case: str | None,
     settings: Sequence[str] | None,
-    given: Mapping[str, Any],
+    given: dict[str, Any],
     as_json: bool,
     **more: Any,
 ) -> None:
@@ -454,16 +440,13 @@ def _judge(
 
     loaded = load_problem(problem)
     more.update(parse_assignments(loaded, settings or [], "--set"))
-    for name, value in given.items():
-        if name == "timeout":
-            more["timeout_s"] = commandline.seconds_above_zero("--timeout", value, LONGEST_S)
-        elif name == "repeat":
-            more["repeats"] = commandline.whole_number("--repeat", value, 1)
-        else:
-            more["build_options" if name == "build-option" else name.replace("-", "_")] = value
+    if "timeout" in given:
+        more["timeout_s"] = commandline.seconds_above_zero("--timeout", given.pop("timeout"), LONGEST_S)
+    if "repeat" in given:
+        more["repeats"] = commandline.whole_number("--repeat", given.pop("repeat"), 1)
     chosen = case or commandline.default_case(loaded)
     with progress(f"judging {kernel}") as advance:
-        judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **more)
+        judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **given, **more)
     codes = [judgement.exit_code for judgement in judgements if judgement.exit_code]
     if as_json:
         for judgement in judgements:
@@ -495,19 +478,20 @@ def tune_command(
 
     Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
     """
+    from dispatcher.check.comparison import part
     from dispatcher.device import machine
     from dispatcher.problem import commandline
-    from dispatcher.timing.tuning import TuneResult, tune_operator
+    from dispatcher.timing.tuning import tune_operator
 
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise")
     bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
-    results: list[TuneResult] = []
     with progress("tuning") as advance:
-        for number, (operator, _) in enumerate(bound):
-            told = part(advance, number, len(bound))
-            results.append(tune_operator(operator, device, keep=keep, progress=told))
+        results = [
+            tune_operator(operator, device, keep=keep, progress=part(advance, number, len(bound)))
+            for number, (operator, _) in enumerate(bound)
+        ]
     if as_json:
         answer("tune", {"results": [result.as_dict() for result in results]})
     else:
@@ -561,6 +545,7 @@ def bench_command(
 
     The exit code is 3 when other programs keep the machine busy.
     """
+    from dispatcher.check.comparison import part
     from dispatcher.device.selection import devices, first_usable, parse_request
     from dispatcher.problem import commandline
     from dispatcher.timing import racing
@@ -589,18 +574,13 @@ def bench_command(
         places = [device]
     if not force:
         racing.refuse_when_busy()
+    names = [operator.problem.name for operator, _ in bound]
     rules = racing.Rules(seed_number, repeats, warmup=warmups, time_limit_s=limit, check=verify)
     races = []
     with progress("timing") as advance:
         for number, (operator, _) in enumerate(bound):
-            race = racing.race(
-                operator,
-                places,
-                rules,
-                against=peers,
-                options=options,
-                progress=part(advance, number, len(bound)),
-            )
+            told = part(advance, number, len(bound))
+            race = racing.race(operator, places, rules, against=peers, options=options, progress=told)
             races.append(race)
             for result in race.results:
                 note_skipped(result.skipped)
@@ -611,9 +591,7 @@ def bench_command(
     if target is not None and any(race.results for race in races):
         draw_races(races, "kernel-dispatcher, times on this machine", target)
     errors = [
-        error
-        for (operator, _), race in zip(bound, races, strict=True)
-        for error in words.complain_of_race(operator.problem.name, race)
+        error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)
     ]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]

@@ -22,21 +22,30 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from dispatcher.device.machine import busy_reason, cores, foreign_load  # noqa: E402
-from dispatcher.device.splitting import batch_parameter, with_batch  # noqa: E402
-from dispatcher.interface import Device  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing.contenders import Contender, Lineup, Witness  # noqa: E402
-from dispatcher.timing.racing import environment  # noqa: E402
-from dispatcher.timing.rounds import Order, Probe, sample_beside, threshold_gflops  # noqa: E402
-from dispatcher.timing.sampling import Sample, Times, quiet_times  # noqa: E402
+import dispatcher
+from dispatcher.device.machine import busy_reason, cores, foreign_load
+from dispatcher.device.splitting import batch_parameter, with_batch
+from dispatcher.interface import Device
+from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.operator import Operator
+from dispatcher.timing.contenders import Contender, Lineup, Witness
+from dispatcher.timing.racing import environment
+from dispatcher.timing.sampling import (
+    Order,
+    Probe,
+    Sample,
+    Times,
+    quiet_times,
+    sample_beside,
+    threshold_gflops,
+)
 
 RESULTS = ROOT / "bench" / "results"
 
 #: Share of the fastest probe that a probe has to reach for its sample to count.
 QUIET_LIMIT = 0.7
+#: Bytes that are copied to measure the memory; well above the caches.
+COPY_BYTES = 256 << 20
 SMALL_BATCH = 2
 SMALL_BATCHES = {"conv-transpose-3d-asym-input-sq-kernel": 1}
 SHORT_PLATFORMS = {"Portable Computing Language": "PoCL", "Intel(R) OpenCL": "Intel"}
@@ -70,11 +79,16 @@ def positive(text: str) -> float:
     return value
 
 
-def new_parser(name: str, description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """A parser with the options that all programs on the CPU have."""
-    parser = argparse.ArgumentParser(
+def plain_parser(description: str | None, name: str | None = None) -> argparse.ArgumentParser:
+    """A parser that shows a program's docstring as it is."""
+    return argparse.ArgumentParser(
         prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def new_parser(name: str, description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options that all programs on the CPU have."""
+    parser = plain_parser(description, name)
     add = parser.add_argument
     add("--repeats", type=at_least(1), default=repeats, help="quiet samples of each contender")
     add("--devices", nargs="+", metavar="ID",
@@ -102,17 +116,29 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
                         help="another size, for all problems that have it")  # fmt: skip
 
 
-def small_operator(name: str, settings: argparse.Namespace, case: str | None = "kernelbench") -> Operator:
-    """A problem at the sizes of a case and a small batch, with what :func:`add_sizes` says instead.
+def bind_case(
+    name: str,
+    batch: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    case: str | None = "kernelbench",
+    precision: str = "fp32",
+) -> Operator:
+    """A problem at the sizes of a case, with another batch size, and other sizes where it has them.
 
     Raises:
         InputError: there is no such problem, or a size is wrong.
     """
     problem = dispatcher.load_problem(name)
-    sizes = {key: value for key, value in settings.set if problem.parameter(key) is not None}
-    operator = bind_numbers(problem, sizes, "time", case=case)
+    given = dict(sizes or {}) | ({} if batch is None else {"batch_size": batch})
+    known = {key: value for key, value in given.items() if problem.parameter(key) is not None}
+    return bind_numbers(problem, known, "time", case=case, precision=precision)
+
+
+def small_operator(name: str, settings: argparse.Namespace, case: str | None = "kernelbench") -> Operator:
+    """:func:`bind_case` with a small batch, and with what :func:`add_sizes` says instead."""
+    operator = bind_case(name, sizes=dict(settings.set), case=case)
     parameter, _ = batch_parameter(operator)
-    batch = settings.batch or SMALL_BATCHES.get(problem.name, SMALL_BATCH)
+    batch = settings.batch or SMALL_BATCHES.get(operator.problem.name, SMALL_BATCH)
     return with_batch(operator, parameter, batch) if parameter else operator
 
 
@@ -147,15 +173,8 @@ class Run:
         if busy is not None and not settings.force:
             say(f"{busy}; wait until it is quiet, or pass --force to measure all the same")
             raise SystemExit(3)
-        head = {
-            "schema": 1,
-            "program": program,
-            "date": datetime.date.today().isoformat(),
-            **environment(),
-            "clock": "time.perf_counter",
-            "foreign_cores_at_start": load,
-            "busy": busy,
-        }
+        head = {"schema": 1, "program": program, "date": datetime.date.today().isoformat(), **environment()}
+        head |= {"clock": "time.perf_counter", "foreign_cores_at_start": load, "busy": busy}
         devices, left_out = cpu_devices(settings.devices)
         for name, why in left_out.items():
             say(f"{name} is left out: {why}")
@@ -208,17 +227,13 @@ def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Device], dict[str, s
     return chosen, left_out
 
 
-def probe_on(index: int, copy_bytes: int = 256 << 20) -> Probe:
-    """A calibrated probe on the OpenCL CPU device of that index.
-
-    Args:
-        copy_bytes: size of the array that is copied to measure the memory; well above the caches.
-    """
+def probe_on(index: int) -> Probe:
+    """A calibrated probe on the OpenCL CPU device of that index."""
     from dispatcher.backends.opencl.roofline import probe
     from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
     found = find_devices()[index]
-    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), copy_bytes)
+    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), COPY_BYTES)
     return Probe(found.name, copy_gbytes_per_s=copy_rate, _run=run).calibrated()
 
 
@@ -260,7 +275,7 @@ def race(
         makers: name to a function that prepares the contender.
         probe: of the machine's speed.
         settings: the program's options.
-        order: see :class:`dispatcher.timing.rounds.Schedule`.
+        order: see :class:`dispatcher.timing.sampling.Schedule`.
 
     Returns:
         Why contenders failed, and of the others the samples and what is known of them. Statistics come later, since
@@ -336,11 +351,8 @@ def keep(report: Mapping[str, Any], output: Path | None) -> Path:
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table."""
-    return [
-        f"| {' | '.join(titles)} |",
-        "|---" * len(titles) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+    head, *body = (f"| {' | '.join(row)} |" for row in (titles, *rows))
+    return [head, "|---" * len(titles) + "|", *body]
 
 
 def drop_note(report: Mapping[str, Any], results: Iterable[Mapping[str, Any]]) -> str:

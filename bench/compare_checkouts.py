@@ -28,15 +28,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
-from dispatcher.timing.contenders import Contender  # noqa: E402
-from dispatcher.timing.differences import judge  # noqa: E402
-from dispatcher.timing.sampling import Sample, quiet_times, ratio  # noqa: E402
+import dispatcher
+from bench import common
+from bench.common import Run, say
+from dispatcher.check.inputs import random_tensors
+from dispatcher.interface import Device, Timings
+from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.timing.contenders import Contender
+from dispatcher.timing.differences import judge
+from dispatcher.timing.sampling import Sample, quiet_times, ratio
 
 PROGRAM = "compare_checkouts"
 REPEATS = 15

@@ -28,32 +28,22 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.selection import describe  # noqa: E402
-from dispatcher.interface import Timings  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.operator import Operator, operator_dict  # noqa: E402
-from dispatcher.timing import charts, contenders  # noqa: E402
-from dispatcher.timing.contenders import OtherLibrary  # noqa: E402
-from dispatcher.timing.peers import PEERS  # noqa: E402
-from dispatcher.timing.rounds import Probe  # noqa: E402
-from dispatcher.timing.sampling import Times, ratio, seconds_since  # noqa: E402
+import dispatcher
+from bench import common
+from bench.common import Run, bind_case, say
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.selection import describe
+from dispatcher.interface import Timings
+from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.timing import charts, contenders
+from dispatcher.timing.contenders import OtherLibrary
+from dispatcher.timing.peers import PEERS
+from dispatcher.timing.sampling import Probe, Times, ratio, seconds_since
 
 PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
 SMALL, FULL = "small batches", "kernelbench cases"
-
-
-def bind_case(problem: str, batch: int | None, overrides: Mapping[str, int] | None = None) -> Operator:
-    """A problem at its `kernelbench` sizes, with another batch size, and other sizes where it has them."""
-    loaded = dispatcher.load_problem(problem)
-    sizes = dict(overrides or {}) | ({} if batch is None else {"batch_size": batch})
-    known = {name: value for name, value in sizes.items() if loaded.parameter(name) is not None}
-    return bind_numbers(loaded, known, "time", case="kernelbench")
 
 
 # ---- one case ----------------------------------------------------------------------------------------------

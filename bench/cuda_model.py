@@ -15,16 +15,16 @@ each problem and precision the tile with the lowest estimate against the fastest
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,14 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import markdown  # noqa: E402
-from dispatcher.backends.cuda import tiles  # noqa: E402
-from dispatcher.backends.cuda.groups import halo_tasks  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.backends.cuda.tasks import Setting, Target  # noqa: E402
-from dispatcher.backends.cuda.tiles import HaloTask, HaloTile  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.loader import load_problem  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing import charts  # noqa: E402
+from bench.common import bind_case, markdown, plain_parser
+from dispatcher.backends.cuda import tiles
+from dispatcher.backends.cuda.groups import halo_tasks
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tasks import Setting, Target
+from dispatcher.backends.cuda.tiles import HaloTask, HaloTile
+from dispatcher.problem.operator import Operator
+from dispatcher.timing import charts
 
 MEASURED = ROOT / "bench" / "results" / "cuda-tiles-h200-2026-11-28.json"
 #: Multiprocessors and shared memory of a block on an H100 and an H200.
@@ -69,11 +67,6 @@ class Sample:
     ms: float
 
 
-def bound(name: str, precision: str) -> Operator:
-    """A problem at its `kernelbench` size."""
-    return bind_numbers(load_problem(name), {}, "time", case="kernelbench", precision=precision)
-
-
 def task_of(operator: Operator, prologue: str) -> HaloTask:
     """What the convolution's launch has to do, with the steps before it ``fused`` or ``separate``."""
     (task,) = halo_tasks(Setting(operator, HOPPER, Options(prologue=prologue)))
@@ -88,7 +81,7 @@ def samples(report: Mapping[str, Any]) -> Iterator[Sample]:
     for row in report["rows"]:
         problem, precision, prologue = row["problem"], row["precision"], row.get("prologue", "separate")
         if (problem, precision, prologue) not in tasks:
-            tasks[problem, precision, prologue] = task_of(bound(problem, precision), prologue)
+            tasks[problem, precision, prologue] = task_of(bind_case(problem, precision=precision), prologue)
         task, fields = tasks[problem, precision, prologue], dict(row["tile"])
         fields = {name: fields[name] for name in (
             "tile", "warp_m", "paired", "fold_shared", "block_k", "ahead", "resident"
@@ -106,15 +99,9 @@ def cycles(found: list[Sample]) -> NDArray[np.float64]:
     return np.array([float(tiles.launch_cycles(sample.task, sample.tile)) for sample in found])
 
 
-@contextmanager
-def constants(values: Mapping[str, float]) -> Iterator[None]:
+def constants(values: Mapping[str, float]) -> AbstractContextManager[Any]:
     """Use other constants meanwhile."""
-    before = tiles.COSTS
-    tiles.COSTS = replace(before, **values)
-    try:
-        yield
-    finally:
-        tiles.COSTS = before
+    return patch.object(tiles, "COSTS", replace(tiles.COSTS, **values))
 
 
 def clock_ghz(found: list[Sample]) -> float:
@@ -177,7 +164,7 @@ def measured_table(report: Mapping[str, Any]) -> list[str]:
             found = [r for r in report["rows"] if (r["problem"], r["precision"]) == (name, precision)]
             best = min(row["median_ms"] for row in found)
             peer = report["torch_eager"][name][precision]["median_ms"]
-            floor = floor_ms(bound(name, precision), report)
+            floor = floor_ms(bind_case(name, precision=precision), report)
             cells += [f"{best:.2f}", f"{peer:#.3g}", f"{peer / best:.1f}", f"{floor:#.2g}"]
         rows.append(cells)
     titles = ("PyTorch", "ratio", "floor")
@@ -188,7 +175,9 @@ def expected_table(clock: float) -> list[str]:
     """Estimates for an H100."""
     rows = []
     for name, published in PUBLISHED.items():
-        estimates = (estimated_ms(bound(name, precision), clock) for precision in ("fp32", "tf32"))
+        estimates = (
+            estimated_ms(bind_case(name, precision=precision), clock) for precision in ("fp32", "tf32")
+        )
         rows.append([short(name), *(f"{ms:.1f}" for ms in estimates), *(f"{ms:#.3g}" for ms in published)])
     return markdown(("problem", "estimated fp32", "estimated tf32", "PyTorch eager", "torch.compile"), rows)
 
@@ -204,9 +193,7 @@ def estimated_ms(operator: Operator, clock: float) -> float:
 
 def main() -> int:
     """Print what there is to say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=MEASURED)
     parser.add_argument("--fit", action="store_true")
     given = parser.parse_args()

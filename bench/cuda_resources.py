@@ -14,7 +14,6 @@ product, and what it spills; reads and asynchronous copies of 16 bytes; stores o
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -28,13 +27,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dispatcher import load_problem, problems  # noqa: E402
-from dispatcher.backends.cuda import toolkit  # noqa: E402
-from dispatcher.backends.cuda.lowering import lower  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.backends.cuda.program import Launch  # noqa: E402
-from dispatcher.backends.cuda.tasks import Target  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
+from bench.common import markdown, plain_parser
+from dispatcher import load_problem, problems
+from dispatcher.backends.cuda import toolkit
+from dispatcher.backends.cuda.lowering import lower
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.program import Launch
+from dispatcher.backends.cuda.tasks import Target
+from dispatcher.problem.arguments import bind_numbers
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,8 @@ def measure(variant: Variant, compiler: toolkit.Toolkit, cuobjdump: str | None) 
         match = re.search(pattern, report)
         return int(match[1]) if match else 0
 
-    return Resources(
-        number(r"Used (\d+) registers"),
-        number(r"(\d+) bytes smem"),
-        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        code,
-    )
+    spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    return Resources(number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spills, code)
 
 
 def occupancy(variant: Variant, resources: Resources) -> float:
@@ -188,29 +184,22 @@ def occupancy(variant: Variant, resources: Resources) -> float:
     registers = -(-resources.registers * 32 // 256) * 256 * warps
     reserved = RESERVED_SHARED_BYTES if variant.architecture >= 80 else 0
     shared = variant.launch.shared_bytes + resources.static_shared_bytes + reserved
-    blocks = min(
-        limits.blocks,
-        limits.warps // warps,
-        REGISTERS // max(registers, 1),
-        limits.shared_bytes // shared if shared else limits.blocks,
-    )
+    fitting = limits.shared_bytes // shared if shared else limits.blocks
+    blocks = min(limits.blocks, limits.warps // warps, REGISTERS // max(registers, 1), fitting)
     return blocks * warps / limits.warps
 
 
-def columns(code: Code | None) -> str:
-    """The last three columns of a row."""
+def columns(code: Code | None) -> list[str]:
+    """The last columns of a row."""
     if code is None:
-        return "? | ? | ? | ?"
-    loop = f"{code.loop[0] / code.loop[1]:.1f} | {code.loop[2]}" if code.loop[1] else " | "
-    wide = f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"
-    return f"{code.tensor or ''} | {loop} | {wide}"
+        return ["?"] * 4
+    loop = (f"{code.loop[0] / code.loop[1]:.1f}", str(code.loop[2])) if code.loop[1] else ("", "")
+    return [str(code.tensor or ""), *loop, f"{code.wide_reads}, {code.wide_copies}, {code.wide_stores}"]
 
 
 def main() -> int:
     """Write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "cuda-resources.md")
     parser.add_argument("--jobs", type=int, default=2)
@@ -237,16 +226,15 @@ def main() -> int:
         "else FFMA or DFMA). In it: its accesses to spilled registers. Wide: reads of 16 bytes from global memory, "
         "copies of 16 bytes to shared memory, stores of 8 bytes and more.",
         "",
-        "| sm | kernel | threads | registers | shared KB | spills | occupancy | HMMA | loop | in it | wide |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for variant, resources in zip(work, measured, strict=True):
-        shared = (variant.launch.shared_bytes + resources.static_shared_bytes) / 1024
-        share = f"{occupancy(variant, resources):.0%}"
-        lines.append(
-            f"| {variant.architecture} | {variant.label} | {variant.launch.threads} | {resources.registers} "
-            f"| {shared:.1f} | {resources.spill_bytes} | {share} | {columns(resources.code)} |"
-        )
+        shared = f"{(variant.launch.shared_bytes + resources.static_shared_bytes) / 1024:.1f}"
+        counts = (resources.registers, shared, resources.spill_bytes, f"{occupancy(variant, resources):.0%}")
+        known = (variant.architecture, variant.label, variant.launch.threads, *counts)
+        rows.append([*map(str, known), *columns(resources.code)])
+    titles = ("sm", "kernel", "threads", "registers", "shared KB", "spills", "occupancy")
+    lines += markdown((*titles, "HMMA", "loop", "in it", "wide"), rows)
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(work)} kernels -> {given.output}")

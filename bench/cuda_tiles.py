@@ -10,7 +10,6 @@ how much slower the choice is. The constants in ``tiles.py`` were fitted to such
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,18 +22,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dispatcher import problems  # noqa: E402
-from dispatcher.backends.cuda import BACKEND, driver  # noqa: E402
-from dispatcher.backends.cuda.groups import halo_tasks  # noqa: E402
-from dispatcher.backends.cuda.options import Options  # noqa: E402
-from dispatcher.backends.cuda.tasks import Setting, Target  # noqa: E402
-from dispatcher.backends.cuda.tuning import one_of_each_kind  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.errors import DeviceError  # noqa: E402
-from dispatcher.interface import Device, Timings  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.loader import load_problem  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
+from bench.common import bind_case, plain_parser
+from dispatcher import problems
+from dispatcher.backends.cuda import BACKEND, driver
+from dispatcher.backends.cuda.groups import halo_tasks
+from dispatcher.backends.cuda.options import Options
+from dispatcher.backends.cuda.tasks import Setting, Target
+from dispatcher.backends.cuda.tuning import one_of_each_kind
+from dispatcher.check.inputs import random_tensors
+from dispatcher.errors import DeviceError
+from dispatcher.interface import Device, Timings
+from dispatcher.problem.operator import Operator
 
 WARM_UP, REPEATS = 1, 5
 SCHEMA = 1
@@ -58,7 +56,7 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
     """One row for each tile of a problem; twice where steps before the convolution may be fused or separate."""
     from pycuda import gpuarray
 
-    operator = bind_numbers(load_problem(name), {}, "time", case=case, precision=precision)
+    operator = bind_case(name, case=case, precision=precision)
     context = driver.context(device.index)
     with context.active():
         tensors = {key: gpuarray.to_gpu(array) for key, array in random_tensors(operator, 0).items()}
@@ -99,9 +97,7 @@ def summary(table: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Time tiles and write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("problem", nargs="*", default=list(problems()))
     parser.add_argument("--case", default="kernelbench")
     parser.add_argument("--count", type=int, default=16, help="tiles of each problem")

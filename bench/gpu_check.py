@@ -21,7 +21,6 @@ device, on the host's clock.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -34,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dispatcher import load_problem, problems  # noqa: E402
-from dispatcher.check.comparison import verify_result  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.device.machine import versions  # noqa: E402
-from dispatcher.device.selection import describe  # noqa: E402
-from dispatcher.interface import Timings, device_dict  # noqa: E402
-from dispatcher.problem.arguments import bind_numbers  # noqa: E402
-from dispatcher.problem.operator import Operator  # noqa: E402
-from dispatcher.timing.peers import torch_pipeline  # noqa: E402
-from dispatcher.timing.rounds import Schedule, take_turns  # noqa: E402
-from dispatcher.timing.sampling import Times  # noqa: E402
+from bench.common import bind_case, plain_parser
+from dispatcher import problems
+from dispatcher.check.comparison import verify_result
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.machine import versions
+from dispatcher.device.selection import describe
+from dispatcher.interface import Timings, device_dict
+from dispatcher.problem.messages import picked
+from dispatcher.problem.operator import Operator
+from dispatcher.timing.peers import torch_pipeline
+from dispatcher.timing.sampling import Schedule, Times, take_turns
 
 Result = dict[str, Any]
 #: Milliseconds of a call's kernels, and of the whole call.
@@ -68,11 +66,6 @@ def cuda_backend() -> Any:
     if SIMULATED:
         importlib.import_module("tests.cudasim").activate()
     return importlib.import_module("dispatcher.backends.cuda").BACKEND
-
-
-def operator(name: str, case: str, precision: str) -> Operator:
-    """A problem bound to a case."""
-    return bind_numbers(load_problem(name), {}, "time", case=case, precision=precision)
 
 
 # ---- the steps ---------------------------------------------------------------------------------------------
@@ -109,12 +102,8 @@ def step_tests(case: str) -> Result:
     lines = [line for line in done.stdout.strip().splitlines() if line]
     failed = [line for line in lines if line.startswith("FAILED")]
     # Without pytest-timeout, pytest ends with a warning about an unknown option and nothing worse.
-    return {
-        "passed": done.returncode == 0,
-        "summary": lines[-1:],
-        "failed": failed,
-        "tail": lines[-40:] if failed else [],
-    }
+    tail = lines[-40:] if failed else []
+    return {"passed": done.returncode == 0, "summary": lines[-1:], "failed": failed, "tail": tail}
 
 
 def step_sample(case: str) -> Result:
@@ -125,7 +114,7 @@ def step_sample(case: str) -> Result:
     for name in problems():
         for precision in ("fp32", "tf32"):
             for algorithm in ("auto", "fma"):
-                op = operator(name, "sample", precision)
+                op = bind_case(name, case="sample", precision=precision)
                 tensors = random_tensors(op, 0)
                 output = backend.compile(op, device, {"algorithm": algorithm})(tensors)
                 result[f"{name}/{precision}/{algorithm}"] = verify_result(op, tensors, output).passed
@@ -136,7 +125,7 @@ def step_problem(case: str, name: str) -> Result:
     """Check and time one problem."""
     backend = cuda_backend()
     device = backend.probe()[0]
-    operators = {precision: operator(name, case, precision) for precision in ("fp32", "tf32")}
+    operators = {precision: bind_case(name, case=case, precision=precision) for precision in ("fp32", "tf32")}
     op = operators["fp32"]
     tensors = random_tensors(op, 0)
     started = time.perf_counter()
@@ -159,10 +148,8 @@ def step_problem(case: str, name: str) -> Result:
     else:
         result["torch"] = "not installed, or it sees no CUDA device"
         if case == "sample":  # at the large size the reference takes minutes
-            right = [
-                verify_result(operators[label.split()[0]], tensors, executable(tensors)).passed
-                for label, executable in ours.items()
-            ]
+            named = {label: operators[label.split()[0]] for label in ours}
+            right = [verify_result(named[label], tensors, run(tensors)).passed for label, run in ours.items()]
             result["check"] = {"passed": all(right)}
     result["passed"] = result.get("check", {}).get("passed", False)
     samples: dict[str, list[tuple[float, float]]] = {label: [] for label in contenders}
@@ -173,9 +160,9 @@ def step_problem(case: str, name: str) -> Result:
         timings = Timings()
         executable(there, None, timings)
         result[f"launches {label}"] = [(launch, 1e3 * seconds) for launch, seconds in timings.launches]
+        plans = executable.launches
         result[f"plan {label}"] = [
-            {"name": launch.name, "steps": launch.steps, "algorithm": launch.algorithm, **launch.detail}
-            for launch in executable.launches
+            {**picked(plan, "name", "steps", "algorithm"), **plan.detail} for plan in plans
         ]
     return result
 
@@ -191,12 +178,9 @@ def _our_call(executable: Any, there: dict[str, Any]) -> tuple[float, float]:
 
 def _summary(values: list[tuple[float, float]]) -> Result:
     kernels = Times(tuple(kernel for kernel, _ in values))
-    return {
-        "kernel_ms": kernels.median_s,
-        "quartiles_ms": list(kernels.quartiles_s),
-        "call_ms": statistics.median(call for _, call in values),
-        "samples": len(values),
-    }
+    call_ms = statistics.median(call for _, call in values)
+    found = {"kernel_ms": kernels.median_s, "quartiles_ms": list(kernels.quartiles_s)}
+    return {**found, "call_ms": call_ms, "samples": len(values)}
 
 
 def _torch() -> Any:
@@ -284,7 +268,7 @@ def step_opencl(case: str) -> Result:
         return {"skipped": f"no OpenCL GPU: {[device.reason or device.name for device in found]}"}
     result: Result = {"device": gpus[0].name}
     for name in problems():
-        small, op = operator(name, "sample", "fp32"), operator(name, case, "fp32")
+        small, op = bind_case(name, case="sample"), bind_case(name, case=case)
         tensors = random_tensors(small, 0)
         agrees = verify_result(small, tensors, opencl.compile(small, gpus[0], {})(tensors)).passed
         tensors = random_tensors(op, 0, kind="uniform")
@@ -298,26 +282,16 @@ def step_opencl(case: str) -> Result:
 
 
 # ---- the frame ---------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Step:
-    """A step's name, its time limit, and how it is run."""
-
-    name: str
-    limit_s: float
-    run: Callable[[str], Result]
-
-
-def steps() -> dict[str, Step]:
-    """All steps, in order."""
-    listed = [
-        Step("device", 30, step_device),
-        Step("tests", 240, step_tests),
-        *(Step(name, 90, partial(step_problem, name=name)) for name in problems()),
-        *(Step(tool, 60, partial(step_sanitizer, tool=tool)) for tool in ("memcheck", "racecheck")),
-        Step("opencl", 60, step_opencl),
-        Step("sample", 60, step_sample),
-    ]
-    return {step.name: step for step in listed}
+def steps() -> dict[str, tuple[float, Callable[[str], Result]]]:
+    """All steps, in order: name to its time limit in seconds, and how it is run."""
+    return {
+        "device": (30, step_device),
+        "tests": (240, step_tests),
+        **{name: (90, partial(step_problem, name=name)) for name in problems()},
+        **{tool: (60, partial(step_sanitizer, tool=tool)) for tool in ("memcheck", "racecheck")},
+        "opencl": (60, step_opencl),
+        "sample": (60, step_sample),
+    }
 
 
 def run_child(name: str, arguments: list[str], environment: dict[str, str], limit_s: float) -> Result:
@@ -347,9 +321,7 @@ def install(wheels: Path, folder: str) -> None:
 
 def main() -> int:
     """Run all steps, or one of them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--minutes", type=float, default=13)
@@ -359,7 +331,7 @@ def main() -> int:
     given = parser.parse_args()
     case = "sample" if given.rehearse else "kernelbench"
     if given.step:
-        result = steps()[given.step].run(case)
+        result = steps()[given.step][1](case)
         text = json.dumps(result, indent=1)
         if given.output:
             given.output.write_text(text)
@@ -377,18 +349,18 @@ def main() -> int:
         if given.wheels:
             install(given.wheels, folder)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        for step in steps().values():
-            if step.name == "sample" or (given.only and step.name not in given.only):
+        for name, (limit_s, _) in steps().items():
+            if name == "sample" or (given.only and name not in given.only):
                 continue
             left = deadline - time.monotonic()
             arguments = ["--rehearse"] if given.rehearse else []
             outcome = {"skipped": "no time left"}
             if left >= 5:
-                outcome = run_child(step.name, arguments, environment, min(step.limit_s, left))
-            outcomes[step.name] = outcome
+                outcome = run_child(name, arguments, environment, min(limit_s, left))
+            outcomes[name] = outcome
             given.output.write_text(json.dumps(report, indent=1) + "\n")
             told = (outcome[key] for key in ("error", "skipped", "times") if outcome.get(key))
-            print(f"{step.name}: {next(told, outcome.get('passed', 'done'))}", file=sys.stderr)
+            print(f"{name}: {next(told, outcome.get('passed', 'done'))}", file=sys.stderr)
     report["summary"] = summary(outcomes)
     report["passed"] = all(sound(outcome) for outcome in outcomes.values())
     given.output.write_text(json.dumps(report, indent=1) + "\n")
@@ -408,13 +380,11 @@ def summary(outcomes: Result) -> list[str]:
         times = {label: values["kernel_ms"] for label, values in outcome.get("times", {}).items()}
         for precision in ("fp32", "tf32"):
             ours = times.get(f"ours {precision}")
-            peers = {
-                label: times[label] for label in times if label.startswith("torch") and precision in label
-            }
+            peers = [label for label in times if label.startswith("torch") and precision in label]
             if ours and peers:
-                best = min(peers, key=lambda label: peers[label])
-                line = f"{peers[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {peers[best]:.3f} ms"
-                lines.append((peers[best] / ours, line))
+                best = min(peers, key=times.__getitem__)
+                line = f"{times[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {times[best]:.3f} ms"
+                lines.append((times[best] / ours, line))
     return [line for _, line in sorted(lines)]
 
 

@@ -20,24 +20,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import dispatcher  # noqa: E402
-from bench import common  # noqa: E402
-from bench.common import Run, say  # noqa: E402
-from bench.cpu_peers import bind_case  # noqa: E402
-from dispatcher.check.inputs import random_tensors  # noqa: E402
-from dispatcher.interface import Timings  # noqa: E402
-from dispatcher.timing.rounds import sample_beside, timed  # noqa: E402
+import dispatcher
+from bench import common
+from bench.common import Run, bind_case, say
+from dispatcher.check.inputs import random_tensors
+from dispatcher.interface import Timings
+from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM = "overhead"
 REPEATS, CALLS, CLOCKED_CALLS = 15, 300, 50
 PROBLEM = "conv-transpose3d-max-max-sum"
 TINY = {
-    "batch_size": 1,
-    "in_channels": 2,
-    "out_channels": 2,
-    **dict.fromkeys(("depth", "height", "width"), 4),
-    **{f"kernel_{axis}": 3 for axis in "dhw"},
-    **{f"padding_{axis}": 0 for axis in "dhw"},
+    **{"batch_size": 1, "in_channels": 2, "out_channels": 2, "depth": 4, "height": 4, "width": 4},
+    **{f"{name}_{axis}": size for name, size in (("kernel", 3), ("padding", 0)) for axis in "dhw"},
 }
 COLUMNS = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
 
@@ -83,11 +78,8 @@ def measure_device(device: Any, run: Run) -> dict[str, Any]:
     for name, samples in sampling.samples.items():
         calls = [replace(sample, seconds=sample.seconds / settings.calls) for sample in samples]
         results[name] = {"samples": common.sample_lists(calls)}
-    return {
-        "launches": [launch.name for launch in executable.launches],
-        "kernel_median_s": statistics.median(kernels),
-        "results": results,
-    }
+    launches = [launch.name for launch in executable.launches]
+    return {"launches": launches, "kernel_median_s": statistics.median(kernels), "results": results}
 
 
 def conclude(entry: dict[str, Any], threshold: float) -> None:
@@ -103,11 +95,8 @@ def conclude(entry: dict[str, Any], threshold: float) -> None:
 
 def report_text(report: dict[str, Any]) -> str:
     """The split of each device as a table."""
-    lines = [
-        f"Microseconds of a warm call of {PROBLEM}, tiny sizes (median of {report['repeats']} blocks of "
-        f"{report['calls']} calls).",
-        "",
-    ]
+    blocks = f"median of {report['repeats']} blocks of {report['calls']} calls"
+    lines = [f"Microseconds of a warm call of {PROBLEM}, tiny sizes ({blocks}).", ""]
     rows = []
     for entry in report["entries"]:
         mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""

@@ -24,13 +24,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common  # noqa: E402
-from bench.common import Run  # noqa: E402
-from bench.cpu_peers import conclude, contenders_of, milliseconds, race  # noqa: E402
-from dispatcher import load_problem  # noqa: E402
-from dispatcher.errors import GeometryError  # noqa: E402
-from dispatcher.problem.operator import bind  # noqa: E402
-from dispatcher.timing.sampling import Times  # noqa: E402
+from bench import common
+from bench.common import Run
+from bench.cpu_peers import conclude, contenders_of, milliseconds, race
+from dispatcher import load_problem
+from dispatcher.errors import GeometryError
+from dispatcher.problem.messages import picked
+from dispatcher.problem.operator import bind
+from dispatcher.timing.sampling import Times
 
 PROGRAM = "sweep"
 PROBLEM = "conv-transpose-3d-asym-input-sq-kernel"
@@ -115,11 +116,8 @@ def describe(sizes: Mapping[str, int]) -> str:
 # ---- results -----------------------------------------------------------------------------------------------
 def overview(entries: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     """Minimum, quartiles and median of a device's ratios, and its worst geometries."""
-    ratios = {
-        position: entry["ratios"][name]["value"]
-        for position, entry in enumerate(entries)
-        if name in entry["ratios"]
-    }
+    found = {position: entry["ratios"].get(name) for position, entry in enumerate(entries)}
+    ratios = {position: ratio["value"] for position, ratio in found.items() if ratio is not None}
     if not ratios:
         return {"count": 0, "worst": []}
     values = Times(tuple(ratios.values()))
@@ -216,14 +214,8 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
 
     def entry(index: int, sizes: Mapping[str, int]) -> dict[str, Any]:
         operator, geometry = bind(problem, sizes, {}), describe(sizes)
-        facts = {
-            "index": index,
-            "geometry": geometry,
-            "sizes": sizes,
-            "output_shape": list(operator.output_shape),
-            "flops": operator.flops,
-            "ideal_bytes": operator.ideal_bytes,
-        }
+        facts = {"index": index, "geometry": geometry, "sizes": sizes}
+        facts |= picked(operator, "output_shape", "flops", "ideal_bytes")
         title = f"{index} of {settings.count}, {geometry}"
         return {**facts, **race(operator, title, entrants, run.probe, settings, settings.seed)}
 

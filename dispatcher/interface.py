@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -50,16 +51,7 @@ class Device:
 
 def device_dict(device: Device) -> dict[str, Any]:
     """A device, ready for JSON."""
-    return {
-        "id": device.id,
-        "backend": device.backend,
-        "index": device.index,
-        "name": device.name,
-        "kind": device.kind,
-        "available": device.available,
-        "reason": device.reason,
-        "facts": dict(device.facts),
-    }
+    return picked(device, "id", "backend", "index", "name", "kind", "available", "reason", "facts")
 
 
 @dataclass

@@ -17,10 +17,7 @@ from typing import Any
 
 from dispatcher.interface import Backend
 
-_OURS = {
-    "cuda": "dispatcher.backends.cuda",
-    "opencl": "dispatcher.backends.opencl",
-}
+_OURS = {"cuda": "dispatcher.backends.cuda", "opencl": "dispatcher.backends.opencl"}
 _REFERENCE = {"numpy": "dispatcher.backends.numpy_ref"}
 
 #: The entry point group of other distributions' backends.

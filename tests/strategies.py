@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import dispatcher
-from dispatcher.check.comparison import Comparison
+from dispatcher.call.compiled import PreparedCall
+from dispatcher.check.comparison import Comparison, poisoned
 from dispatcher.check.inputs import random_tensors
-from dispatcher.check.verifying import call_on, checked_run
+from dispatcher.check.verifying import checksums, compare_run, compile_for
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind
@@ -35,6 +36,24 @@ AXES = ("batch", "channel", "depth", "height", "width")
 
 #: Backends whose absence is a failure and not a reason to skip, as for the fixture ``backend_device``.
 REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower().split(",") if name}
+
+
+# ---- checked runs ------------------------------------------------------------------------------------------
+def call_on(
+    operator: Operator,
+    tensors: Mapping[str, Any],
+    device: str,
+    options: Mapping[str, Any] | None = None,
+) -> PreparedCall:
+    """Prepare a call of ``operator`` with ``tensors``, compiled for a device."""
+    return compile_for(operator, device, options).prepare_bound(operator, tensors)
+
+
+def checked_run(call: PreparedCall, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Comparison]:
+    """Run a call into a poisoned array and compare the result with the reference; a changed input is a failure."""
+    before = checksums(tensors)
+    result = call(output=poisoned(call.operator.output_shape, call.operator.dtype))
+    return result, compare_run(call.operator, tensors, before, result)
 
 
 # ---- where to run ------------------------------------------------------------------------------------------

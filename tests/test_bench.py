@@ -21,7 +21,7 @@ from dispatcher.interface import Timings
 from dispatcher.ops.geometry import GeometryError
 from dispatcher.problem.operator import bind
 from dispatcher.timing import contenders as timing_contenders
-from dispatcher.timing import rounds, sampling
+from dispatcher.timing import sampling
 from dispatcher.timing.peers import Peer, PeerCall
 from dispatcher.timing.sampling import Sample
 
@@ -79,8 +79,8 @@ def test_a_ratio_is_that_of_the_medians_and_its_spread_that_of_the_quartiles() -
 
 
 def test_a_limit_is_a_share_or_a_rate() -> None:
-    assert rounds.threshold_gflops(0.5, 200.0) == 100.0
-    assert rounds.threshold_gflops(160.0, 200.0) == 160.0
+    assert sampling.threshold_gflops(0.5, 200.0) == 100.0
+    assert sampling.threshold_gflops(160.0, 200.0) == 160.0
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ class ScriptedProbe:
         return next(self._rates, 100.0)
 
 
-def sample(calls: dict[str, Callable[[], Any]], probe: rounds.Probe, repeats: int) -> rounds.Sampling:
-    timed = {name: rounds.timed(call) for name, call in calls.items()}
-    return rounds.sample_beside(probe, 0.7, timed, repeats, pause_s=0.0)
+def sample(calls: dict[str, Callable[[], Any]], probe: sampling.Probe, repeats: int) -> sampling.Sampling:
+    timed = {name: sampling.timed(call) for name, call in calls.items()}
+    return sampling.sample_beside(probe, 0.7, timed, repeats, pause_s=0.0)
 
 
 def test_slow_samples_are_repeated_and_counted() -> None:
@@ -110,7 +110,7 @@ def test_slow_samples_are_repeated_and_counted() -> None:
 def test_sampling_ends_on_a_machine_that_never_is_quiet() -> None:
     found = sample({"one": int, "two": int}, ScriptedProbe(*[1.0] * 1000), repeats=2)
     counts = {name: len(samples) for name, samples in found.samples.items()}
-    assert counts == {"one": 2 * rounds.ROUNDS_PER_REPEAT, "two": 2 * rounds.ROUNDS_PER_REPEAT}
+    assert counts == {"one": 2 * sampling.ROUNDS_PER_REPEAT, "two": 2 * sampling.ROUNDS_PER_REPEAT}
 
 
 def test_contenders_take_turns() -> None:
@@ -132,13 +132,13 @@ def test_a_contender_that_fails_in_the_middle_is_kept_with_its_reason() -> None:
 
 
 def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "PROBE_PAUSE_S", 0.0)
+    monkeypatch.setattr(sampling, "PROBE_PAUSE_S", 0.0)
     rates = iter([30.0, 50.0, 90.0])
-    probe = rounds.Probe(best=100.0, _run=lambda: next(rates))
+    probe = sampling.Probe(best=100.0, _run=lambda: next(rates))
     assert probe.read(0.7) == 90.0
-    slow = rounds.Probe(best=100.0, _run=lambda: 30.0)
+    slow = sampling.Probe(best=100.0, _run=lambda: 30.0)
     assert slow.read(0.7) == 30.0
-    assert rounds.Probe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
+    assert sampling.Probe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
 
 
 def test_a_busy_machine_is_refused(

@@ -24,14 +24,14 @@ from fakes import CONV, LAYERNORM, MAXMAX, FakeBackend, FakeExecutable, correct
 import dispatcher
 from dispatcher import cli
 from dispatcher.check.inputs import random_tensors
-from dispatcher.check.verifying import call_on
+from dispatcher.check.verifying import compile_for
 from dispatcher.device import machine
 from dispatcher.errors import BusyError, DeviceError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device, Measurable, Roofline, Timings
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import load_problem
 from dispatcher.registry import backend
-from dispatcher.timing import contenders, differences, peers, racing, rounds, sampling
+from dispatcher.timing import contenders, differences, peers, racing, sampling
 from dispatcher.timing.peers import Peer, PeerCall
 from dispatcher.timing.racing import Rules
 from dispatcher.timing.results import Race
@@ -89,7 +89,7 @@ def fake(install_backends: Install) -> FakeBackend:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between contenders, and a small buffer to empty the caches with."""
-    monkeypatch.setattr(rounds, "SETTLE_S", 0.0)
+    monkeypatch.setattr(sampling, "SETTLE_S", 0.0)
     monkeypatch.setattr(sampling, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(contenders, "host_caches", cache(sampling.HostCaches))
 
@@ -135,7 +135,7 @@ def test_64_times_the_work_takes_more_than_8_times_the_time(backend_device: Devi
 def test_the_parts_of_a_call_fit_into_it(backend_device: Device, dtype: str) -> None:
     operator = dispatcher.explain(MAXMAX, case="sample", dtype=dtype, device=backend_device.id).operator
     tensors = random_tensors(operator, 0)
-    call = call_on(operator, tensors, backend_device.id)
+    call = compile_for(operator, backend_device.id).prepare_bound(operator, tensors)
     call()
     timings = Timings()
     start = time.perf_counter()
@@ -382,7 +382,7 @@ def test_no_clock_makes_an_impossible_rate(
     install_backends(Clocked())
     clock = types.SimpleNamespace(perf_counter=broken_clock(kind), sleep=time.sleep,
                                   get_clock_info=time.get_clock_info)  # fmt: skip
-    for module in (contenders, racing, rounds, sampling):
+    for module in (contenders, racing, sampling):
         monkeypatch.setattr(module, "time", clock)
     code, out, _ = bench(capsys, CONV, MAXMAX, "--repeat", "2", "--json")
     assert code == 0

@@ -52,7 +52,7 @@ def test_the_worst_ratio_comes_first_against_the_best_of_the_peers(program: Modu
 def test_an_error_and_a_failure_fail_the_check(
     outcome: dict[str, Any], good: bool, program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    steps = {"one": program.Step("one", 60, lambda case: {}), "two": program.Step("two", 60, lambda case: {})}
+    steps = {"one": (60, lambda case: {}), "two": (60, lambda case: {})}
     monkeypatch.setattr(program, "steps", lambda: steps)
     monkeypatch.setattr(program, "run_child", lambda name, *_: outcome if name == "two" else {"passed": True})
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "check.json")])

@@ -21,7 +21,7 @@ from dispatcher.backends.cuda import BACKEND, driver
 from dispatcher.backends.cuda.driver import DeviceArray
 from dispatcher.backends.cuda.tasks import MAX_HALO_EXTENT
 from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
-from dispatcher.device import memory
+from dispatcher.device import machine as host
 from dispatcher.errors import KernelError
 from dispatcher.problem.operator import Operator
 from tests.cuda_support import Foreign, compiled, device, machine, plant, simulator_only
@@ -281,7 +281,7 @@ def test_last_results(name: str) -> None:
 
 
 def test_a_result_on_the_device_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
     monkeypatch.setenv("DISPATCHER_SELF_TEST", "off")
     check(CASES["fma"], by_the_public_call)
 

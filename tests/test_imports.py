@@ -56,7 +56,6 @@ INTERFACE = {
     "dispatcher.ops.steps",
     "dispatcher.ops.vocabulary",
     "dispatcher.plan.groups",
-    "dispatcher.plan.planner",
     "dispatcher.problem.model",
     "dispatcher.problem.operator",
     "dispatcher.problem.userkernel",

@@ -15,7 +15,7 @@ from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, conv_tenso
 
 import dispatcher
 from dispatcher.check.inputs import random_tensors
-from dispatcher.device import memory, splitting
+from dispatcher.device import machine, splitting
 from dispatcher.device.selection import FallbackWarning, backend_devices
 from dispatcher.errors import DeviceMemoryError
 from dispatcher.interface import Device, Timings
@@ -211,7 +211,7 @@ def test_a_split_call_adds_up_its_times(install_backends: Install) -> None:
 def test_a_result_larger_than_the_host_s_memory_is_refused_before_it_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 100 << 20)
     x, w = np.ones((1, 1, 2, 2, 2), np.float32), np.ones((1, 1, 1, 1, 1), np.float32)
     assert dispatcher.run(CONV, device="numpy", input=x, kernel=w, stride=9).shape[2] == 10
     needed = 4 * 1100**3 + 8 * (8 + 1100**3)
@@ -223,17 +223,17 @@ def test_a_result_larger_than_the_host_s_memory_is_refused_before_it_is_allocate
 
 def test_what_is_available_comes_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo, limit, usage = (tmp_path / name for name in ("meminfo", "limit", "usage"))
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory, "_CGROUPS", ((limit, usage),))
-    assert memory.available_bytes() is None
+    monkeypatch.setattr(machine, "_MEMINFO", meminfo)
+    monkeypatch.setattr(machine, "_CGROUPS", ((limit, usage),))
+    assert machine.available_bytes() is None
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       5 kB\n")
     limit.write_text("max\n")
     usage.write_text("700\n")
-    assert memory.available_bytes() == 5 << 10
+    assert machine.available_bytes() == 5 << 10
     limit.write_text("2700\n")
-    assert memory.available_bytes() == 2000
+    assert machine.available_bytes() == 2000
     limit.write_text("600\n")
-    assert memory.available_bytes() == 0
+    assert machine.available_bytes() == 0
 
 
 # ---- life after it -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -20,9 +21,11 @@ from tests.strategies import PLACES, Place, operator_of, pipelines, tensors_of, 
 
 pytest.importorskip("pyopencl")
 
-from dispatcher.backends.opencl import BACKEND, grouped, launches, tiled
+from dispatcher.backends.opencl import BACKEND, executable, grouped, launches
 from dispatcher.backends.opencl.grouped import Axis, Grouping, axes_of, grouping, joined
-from dispatcher.backends.opencl.limits import Limits
+from dispatcher.backends.opencl.implementations import tasks_of
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.target import Limits, Target
 
 TINY = Limits(work_items=16, local_memory=1 << 10, multiple=8, compute_units=2)
 ALONE = Limits(work_items=64, local_memory=64, multiple=16, compute_units=2)
@@ -87,7 +90,7 @@ def agrees(place: Place, operator: Operator, kind: str = "signed") -> None:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Make every device claim ``limits``."""
-    monkeypatch.setattr(tiled, "limits_of", lambda runtime: limits)
+    monkeypatch.setattr(executable, "limits_of", lambda runtime: limits)
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -258,10 +261,11 @@ def test_a_kernel_that_needs_too_much_gets_smaller_groups(
     most: int, local_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launches.cl, "Kernel", lambda program, name: program)
-    step = operator_of({"x": (64, 64, 8, 8, 8)}, [over("softmax", "spatial")]).steps[0]
-    runtime = cast(Any, Refusing(most, local_bytes))
-    _, group, _ = launches.build_grouped(runtime, LARGE, cast(Any, step), [], "float")
-    assert group.work_items == expected
+    operator = operator_of({"x": (64, 64, 8, 8, 8)}, [over("softmax", "spatial")])
+    target = Target(cast(Any, SimpleNamespace(cpu=False, lanes=lambda real: 1)), LARGE, "")
+    (task,) = tasks_of(operator, target, Options("tiled"), [])
+    launch = launches.build(cast(Any, Refusing(most, local_bytes)), task)
+    assert launch is not None and launch.lowered.local == expected
 
 
 @everywhere

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.plan.planner import plan
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem, problem_names
 from dispatcher.problem.operator import Operator
@@ -25,9 +25,11 @@ from tests.strategies import PLACES, Place, conv_operator, convolutions, pipelin
 
 pytest.importorskip("pyopencl")
 
-from dispatcher.backends.opencl import BACKEND, tiled
-from dispatcher.backends.opencl.fusion import sort_epilogue
-from dispatcher.backends.opencl.limits import Limits
+from dispatcher.backends.opencl import BACKEND, executable, launches, tiled
+from dispatcher.backends.opencl.groups import Group, plan
+from dispatcher.backends.opencl.implementations import Tiled, tasks_of
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.target import Limits, Target
 
 #: What the smallest GPUs allow, and what common ones do.
 TINY = Limits(work_items=64, local_memory=8 << 10, multiple=16, compute_units=2)
@@ -46,7 +48,7 @@ Emulate = Callable[[Limits], None]
 @pytest.fixture
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
     """A function that makes every device claim some limits."""
-    return lambda limits: monkeypatch.setattr(tiled, "limits_of", lambda runtime: limits)
+    return lambda limits: monkeypatch.setattr(executable, "limits_of", lambda runtime: limits)
 
 
 def operator_for(name: str, case: str, dtype: str = "float32") -> Operator:
@@ -199,26 +201,26 @@ class Refusing:
 
 
 @pytest.fixture
-def built_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refusing], tiled.BuiltTile | None]:
+def built_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Refusing], launches.Launch | None]:
     """A function that builds a convolution on such a runtime."""
-    monkeypatch.setattr(tiled.cl, "Kernel", lambda program, name: program)
+    monkeypatch.setattr(launches.cl, "Kernel", lambda program, name: program)
     operator = operator_for("conv-transpose3d-layernorm-gelu-scaling", "kernelbench")
-    (segment,) = plan(operator, tiled.TiledFusion(LARGE, 4))
-    real = np.dtype(np.float32)
-    return lambda runtime: tiled.build_segment(cast(Any, runtime), LARGE, operator, segment, real)
+    target = Target(cast(Any, SimpleNamespace(cpu=False, lanes=lambda real: 1)), LARGE, "")
+    (task,) = tasks_of(operator, target, Options("tiled"), [])
+    return lambda runtime: launches.build(cast(Any, runtime), task)
 
 
 def test_a_kernel_that_needs_too_much_is_built_again_with_a_smaller_tile(built_on: Any) -> None:
     runtime = Refusing(most=32, local_bytes=1024)
     built = built_on(runtime)
-    assert built is not None and built.layout.tile.work_items <= 32 and runtime.builds > 1
+    assert built is not None and built.lowered.local <= 32 and runtime.builds > 1
 
 
 @pytest.mark.parametrize("allowed", [(0, 1024), (1024, LARGE.local_memory + 1)])
 def test_building_ends(allowed: tuple[int, int], built_on: Any) -> None:
     runtime = Refusing(*allowed)
     assert built_on(runtime) is None
-    assert 1 <= runtime.builds <= tiled.MOST_BUILDS
+    assert 1 <= runtime.builds <= Tiled.most_builds
 
 
 # ---- tiles -------------------------------------------------------------------------------------------------
@@ -228,11 +230,10 @@ def test_building_ends(allowed: tuple[int, int], built_on: Any) -> None:
 @pytest.mark.parametrize("name", problem_names())
 def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits: Limits) -> None:
     operator = operator_for(name, case)
-    for segment in plan(operator, tiled.TiledFusion(limits, itemsize)):
-        if segment.convolution is None:
+    for group in groups_of(operator, limits, itemsize):
+        if group.convolution is None:
             continue
-        convolution = operator.convolutions[0]
-        task = tiled.task_of(convolution, sort_epilogue(segment.epilogue(operator)), itemsize)
+        task = tiled.task_of(group, itemsize)
         layouts = tiled.ranked_layouts(task, limits)
         assert layouts
         for layout in layouts:
@@ -240,11 +241,12 @@ def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits
             assert layout.local_bytes <= limits.local_memory
 
 
+def groups_of(operator: Operator, limits: Limits, itemsize: int = 4) -> list[Group]:
+    return plan(operator, tiled.TiledRules(limits, itemsize), 1)
+
+
 def fused(operator: Operator, limits: Limits) -> list[tuple[str, ...]]:
-    segments = plan(operator, tiled.TiledFusion(limits, 4))
-    return [
-        tuple(step.op for step in operator.steps[segment.first : segment.last + 1]) for segment in segments
-    ]
+    return [tuple(step.op for step in group.steps) for group in groups_of(operator, limits)]
 
 
 def test_what_fuses() -> None:
@@ -259,8 +261,7 @@ def test_what_fuses() -> None:
     assert steps("avgpool-clamp-softmax-multiply") == [
         ("avg_pool3d",),
         ("conv_transpose3d", "clamp"),
-        ("softmax",),
-        ("scale",),
+        ("softmax", "scale"),
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 import dispatcher
 from dispatcher import cli, registry
 from dispatcher.device import machine
-from dispatcher.device.joining import join
+from dispatcher.device.splitting import join
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, Timings
 from dispatcher.timing import tuning, winners

@@ -10,8 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dispatcher.backends.opencl.limits import Limits, power_above, power_below
+import numpy as np
+
+from dispatcher.backends.opencl.groups import Group
+from dispatcher.backends.opencl.lowered import Lowered, Value, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
     KernelOperands,
     Site,
@@ -21,7 +25,8 @@ from dispatcher.backends.opencl.render import (
     section,
     tail_macro,
 )
-from dispatcher.backends.opencl.steps import StepSource, run_block
+from dispatcher.backends.opencl.steps import StepSource, real_name, run_block, works_in_place
+from dispatcher.backends.opencl.target import Limits, Target, power_above, power_below
 from dispatcher.ops.steps import Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
 Shared = Pool | Normalize | Softmax | Reduce
@@ -210,7 +215,7 @@ def lower_grouped(
     if isinstance(step, Normalize):
         kernel = "normalize_group"
         values["EPS"] = operands.place(ScalarOperand(step.eps))
-        affine = operands.affine(step, at[1])
+        affine = operands.affine(step)
     elif isinstance(step, Reduce | Pool):
         kernel = "pool_group" if isinstance(step, Pool) else "reduce_group"
         values["KERNEL_NAME"] = kernel
@@ -222,8 +227,33 @@ def lower_grouped(
     parts = (
         defines(values),
         section("slices.cl"),
-        tail_macro("AFFINE", affine, "x"),
+        tail_macro("AFFINE", affine),
         tail_macro("RESULT_TAIL" if whole else "TAIL", tail, "x"),
         section("group_reduction.cl"),
     )
     return StepSource(kernel, kernel_text(real, 1, operands, *parts), operands, results), group
+
+
+def lower_shared(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
+    """Lower a group whose first step reduces, for a device whose work-groups share out the work."""
+    step = group.parts[0].step
+    assert isinstance(step, Shared)
+    made, shares = lower_grouped(step, group.tail, real_name(real), target.limits)
+    detail = {
+        "items": made.count,
+        "results_per_group": shares.lanes,
+        "work_items_per_result": shares.slices,
+    }
+    arguments = (Value(group.source), made.operands, Value(group.output), np.uint64(made.count))
+    return Lowered(
+        made.kernel,
+        made.text,
+        (*arguments, *extra_arguments(group, made.operands)),
+        -(-made.count // shares.lanes) * shares.work_items,
+        shares.work_items,
+        group.source,
+        group.output,
+        planned(group, made.kernel, "step", detail),
+        in_place=works_in_place(group),
+        local_bytes=shares.work_items * real.itemsize,
+    )

@@ -1,32 +1,14 @@
-"""What a device allows a work-group, and the powers of two that work-groups are cut by."""
+"""What a device allows a work-group."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import pyopencl as cl
 
 from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.target import Limits
 
 #: Work-items that run in step on a device that does not say: a multiple of every common width.
 DEFAULT_MULTIPLE = 64
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What work-groups are chosen by.
-
-    Attributes:
-        work_items: most work-items of a one-dimensional work-group.
-        local_memory: bytes of local memory that a work-group may take.
-        multiple: work-items that run in step; a work-group is best a multiple of it.
-        compute_units: work-groups that run at once, at least.
-    """
-
-    work_items: int
-    local_memory: int
-    multiple: int
-    compute_units: int
 
 
 def limits_of(runtime: OpenClRuntime) -> Limits:
@@ -48,13 +30,3 @@ def limits_of(runtime: OpenClRuntime) -> Limits:
         multiple=multiple or DEFAULT_MULTIPLE,
         compute_units=device.max_compute_units,
     )
-
-
-def power_above(value: int) -> int:
-    """The smallest power of two that is not below ``value``."""
-    return 1 << (value - 1).bit_length()
-
-
-def power_below(value: int) -> int:
-    """The largest power of two that is not above ``value``, 1 or more."""
-    return 1 << (value.bit_length() - 1)

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from dispatcher.backends.opencl import tuned
-from dispatcher.backends.opencl.fusion import Epilogue
+from dispatcher.backends.opencl.groups import Group, Part
+from dispatcher.backends.opencl.lowered import (
+    Counter,
+    Lowered,
+    Scratch,
+    Value,
+    Weights,
+    extra_arguments,
+    planned,
+    rows_of,
+)
 from dispatcher.backends.opencl.options import Options, pair
 from dispatcher.backends.opencl.render import (
     KernelOperands,
+    Site,
     defines,
     kernel_text,
     reduction_defines,
@@ -25,8 +36,9 @@ from dispatcher.backends.opencl.render import (
     table,
     tail_macro,
 )
-from dispatcher.backends.opencl.runtime import Facts, OpenClRuntime
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
+from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
+from dispatcher.backends.opencl.target import Facts, Target
 from dispatcher.backends.opencl.tiles import (
     WINOGRAD_CHANNELS,
     Fold,
@@ -40,12 +52,13 @@ from dispatcher.backends.opencl.winograd import (
     MOST_TAPS,
     Row,
     axis_reason,
+    pack_winograd_weights,
     pair_sums,
     transform,
     winograd_starts,
 )
 from dispatcher.ops.geometry import ConvGeometry
-from dispatcher.ops.steps import ConvTranspose3d, Pointwise
+from dispatcher.ops.steps import Pool
 
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
@@ -54,23 +67,13 @@ WORTHWHILE = 1.05
 WINOGRAD_FLOPS = 1 << 26
 
 
-@dataclass(frozen=True)
-class LinesSource:
-    """What a launch of a convolution over lines needs.
-
-    Attributes:
-        kernel: name of the kernel.
-        text: OpenCL C source.
-        operands: layout of the ``operands`` buffer.
-        scratch: elements of scratch a worker needs.
-        items: work items per image.
-    """
-
-    kernel: str
-    text: str
-    operands: KernelOperands
-    scratch: int
-    items: int
+#: Workers for each compute unit. A worker that finds no item left ends at once, so more than one costs
+#: nothing, and no runtime can then pile all of them onto one thread.
+WORKERS_PER_UNIT = 4
+#: A result larger than this is written past the caches. A value that the next launch reads has to be
+#: larger than any cache first.
+STREAM_BYTES = 8 << 20
+STREAM_INTERMEDIATE_BYTES = 48 << 20
 
 
 def ranked(
@@ -83,7 +86,7 @@ def ranked(
     winograd: bool,
 ) -> list[tuple[float, Tile]]:
     """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
-    vec = facts.vec_double if real == np.float64 else facts.vec
+    vec = facts.lanes(real)
     flat = None if options.line is None else options.line == "flat"
     rows = None if options.rows is None else int(options.rows)
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows)
@@ -107,7 +110,7 @@ def no_transform(geometry: ConvGeometry) -> str | None:
 
 
 def choose(
-    geometry: ConvGeometry, fold: Fold | None, runtime: OpenClRuntime, real: np.dtype[Any], options: Options
+    geometry: ConvGeometry, fold: Fold | None, target: Target, real: np.dtype[Any], options: Options
 ) -> tuple[Tile, str]:
     """The tile for a segment, and why its algorithm was chosen.
 
@@ -115,9 +118,9 @@ def choose(
         options: fix the algorithm (``winograd`` where it applies) or the tile; ``auto`` takes what was tuned on
             this device, else the algorithm with less estimated work.
     """
-    facts = runtime.facts
-    if options == Options():
-        known = tuned.recall(runtime.identity, geometry, fold, real.name)
+    facts = target.facts
+    if replace(options, fusion=None) == Options():
+        known = tuned.recall(target.identity, geometry, fold, real.name)
         if known is not None:
             winograd = known[0].algorithm == "winograd"
             tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd)[0][1]
@@ -181,37 +184,96 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, reason: str) -> Lowered:
+    """Lower a group that begins with a convolution.
+
+    Args:
+        group: what to run.
+        target: the device.
+        real: float32 or float64.
+        tile: its core and its blocks.
+        reason: why that one, for people.
+    """
+    convolution = group.convolution
+    assert convolution is not None
+    layout = LineLayout(convolution.geometry, None if group.fold is None else group.fold[0], tile)
+    shape = group.steps[-1].shape
+    final = group.output == len(group.operator.steps)
+    stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
+    stream = math.prod(shape) * real.itemsize > stays
+    kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
+    text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
+    items = layout.boxes[0] * layout.boxes[1] * shape[0]
+    workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
+    pack = pack_winograd_weights if tile.winograd else pack_direct_weights
+    detail: dict[str, str | int | float] = {
+        "why": reason,
+        "vector": tile.vec,
+        "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
+        "box": f"{tile.box_d}x{tile.box_h}",
+        "line": "flat" if tile.flat else "rows",
+        **({"rows": tile.rows} if tile.winograd else {}),
+        "lanes_used": round(layout.lanes_used, 3),
+        "scratch_bytes_per_worker": scratch * real.itemsize,
+        "items": items,
+        "workers": workers,
+    }
+    return Lowered(
+        kernel,
+        text,
+        (
+            Value(group.source),
+            Weights(
+                convolution.weight.name, lambda weight: pack(convolution.contraction_weight(weight), layout)
+            ),
+            operands,
+            Value(group.output) if group.stored else rows_of(group),
+            Scratch(workers * scratch),
+            Counter(guarded=tile.winograd),
+            np.int32(items),
+            *extra_arguments(group, operands),
+        ),
+        workers,
+        1,
+        group.source,
+        group.output,
+        planned(group, kernel, "winograd" if tile.winograd else "direct", detail),
+    )
+
+
 def render(
-    layout: LineLayout,
-    convolution: ConvTranspose3d,
-    prologue: Sequence[Pointwise],
-    epilogue: Epilogue,
-    output: tuple[int, int, int, int, int],
-    *,
-    stream: bool,
-    double: bool,
-) -> LinesSource:
-    """Source text for one segment.
+    layout: LineLayout, group: Group, kernel: str, *, stream: bool, real: np.dtype[Any]
+) -> tuple[str, KernelOperands, int]:
+    """Source text of a group, what it reads, and the elements of scratch that a worker needs.
 
     Args:
         layout: geometry, fold and tile.
-        convolution: the segment's convolution.
-        prologue: pointwise steps on its input.
-        epilogue: the steps behind it.
-        output: shape of what the segment stores.
+        group: what to run.
+        kernel: its name.
         stream: write the result past the caches.
-        double: compute in double.
+        real: float32 or float64.
     """
+    convolution, output = group.convolution, group.steps[-1].shape
+    assert convolution is not None
     g, tile = layout.geometry, layout.tile
     operands = KernelOperands(padding=tile.thread_c)
     width = g.width
     line = layout.line
-    prologue_text = operands.tail(prologue)
-    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
+    first, *rest = group.parts
+    pools = [number for number, part in enumerate(rest) if isinstance(part.step, Pool)]
+    before_fold = rest[: pools[0]] if pools else rest
+    after_fold = rest[pools[-1] + 1 :] if pools else []
+    at_store = group.tail if group.skips else []
+
+    def tail_of(part: Part) -> str:
+        return "" if group.skips and part is group.parts[-1] else operands.tail(part.tail)
+
+    prologue_text = operands.tail(group.prologue)
+    conv_text = operands.bias(convolution) + tail_of(first)
     before, before_calls, channels = render_stages(
-        LINE_STAGES, operands, epilogue.before, 1, g.out_channels, STAGE_RUN=width.stride * line
+        LINE_STAGES, operands, before_fold, 1, g.out_channels, tail_of, STAGE_RUN=width.stride * line
     )
-    kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
+    operands.gathers = group.gathers is not None
     tables: dict[str, object] = {
         "KERNEL_NAME": kernel,
         "THREAD_C": tile.thread_c,
@@ -263,10 +325,11 @@ def render(
         window = layout.fold.window
         run = layout.fold_planes * layout.fold_line
         scratch += layout.pooled_size(channels)
-        number = 1 + len(epilogue.before)
+        number = 1 + len(before_fold)
         after, after_calls, _ = render_stages(
-            LINE_STAGES, operands, epilogue.after, number, channels, STAGE_RUN=run
+            LINE_STAGES, operands, after_fold, number, channels, tail_of, STAGE_RUN=run
         )
+        assert group.fold is not None
         fold = section(
             "pool_fold.cl",
             defines(
@@ -280,10 +343,10 @@ def render(
                     "FOLD_BOX_H": layout.fold_box[1],
                     "FOLD_ROW": layout.fold_row,
                     "FOLD_LINE": layout.fold_line,
-                    **reduction_defines(epilogue.fold_form, f"{math.prod(window)}", "FOLD"),
+                    **reduction_defines(group.fold[1], f"{math.prod(window)}", "FOLD"),
                 }
             )
-            + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail)),
+            + tail_macro("FOLD_TAIL", tail_of(rest[pools[-1]])),
         )
         tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
     else:
@@ -304,8 +367,15 @@ def render(
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
     )
+    store = operands.tail(at_store, Site("c", ROW, "OUT_W - w"))
+    tables |= {
+        "USE_ROWS": bool(at_store) or group.gathers is not None,
+        "PARAMETERS": operands.parameters,
+        "ARGUMENTS": operands.arguments,
+        **statistics_defines(group),
+    }
     text = kernel_text(
-        "double" if double else "float",
+        real_name(real),
         tile.vec,
         operands,
         defines(tables),
@@ -317,11 +387,13 @@ def render(
         after,
         f"#define STAGES_BEFORE_FOLD(line) do {{ {before_calls} }} while (0)\n",
         f"#define STAGES_AFTER_FOLD(line) do {{ {after_calls} }} while (0)\n",
+        tail_macro("STORE_TAIL", store, "x"),
+        section("row_statistics.cl"),
         section("rows.cl"),
         section("core_winograd.cl" if tile.winograd else "core_direct.cl"),
         section(SOURCE),
     )
-    return LinesSource(kernel, text, operands, scratch, layout.boxes[0] * layout.boxes[1])
+    return text, operands, scratch
 
 
 def _direct_tables(layout: LineLayout) -> str:

@@ -25,6 +25,7 @@ class Options:
         line: ``rows`` or ``flat`` (direct and winograd); see :mod:`dispatcher.backends.opencl.tiles`.
         rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
+        fusion: ``off`` makes every step a launch of its own, to see what fusion is worth.
     """
 
     algorithm: str = "auto"
@@ -33,6 +34,7 @@ class Options:
     line: str | None = None
     rows: str | None = None
     tuned: str | None = None
+    fusion: str | None = None
 
     @staticmethod
     def parse(options: Mapping[str, Any]) -> Options:
@@ -60,6 +62,8 @@ class Options:
             )
         if parsed.tuned not in (None, "ignore"):
             raise InputError(f"tuned is {parsed.tuned!r}; expected ignore")
+        if parsed.fusion not in (None, "off"):
+            raise InputError(f"fusion is {parsed.fusion!r}; expected off")
         for name in ("tile", "box"):
             pair(name, getattr(parsed, name))
         return parsed

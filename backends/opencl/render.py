@@ -86,6 +86,7 @@ class KernelOperands:
     Attributes:
         entries: offset of each scalar and per-channel tensor in the ``operands`` buffer, which is ``size`` long.
         buffers: operands that are buffers of their own, the kernel's parameters ``a0``, ``a1``, ...
+        gathers: the kernel leaves statistics of its rows in a last parameter ``partials``.
     """
 
     def __init__(self, padding: int = 0) -> None:
@@ -93,6 +94,7 @@ class KernelOperands:
         self.entries: list[tuple[int, Operand]] = []
         self.size = 1
         self.buffers: list[Operand] = []
+        self.gathers = False
         self._forms: dict[str, PointwiseForm] = {}
 
     @property
@@ -103,12 +105,13 @@ class KernelOperands:
     @property
     def parameters(self) -> str:
         """Parameters of the kernel for its buffers, each behind a comma."""
-        return "".join(f", global const REAL *restrict a{i}" for i in range(len(self.buffers)))
+        text = "".join(f", global const REAL *restrict a{i}" for i in range(len(self.buffers)))
+        return text + ", global REAL *restrict partials" * self.gathers
 
     @property
     def arguments(self) -> str:
         """The same for a call inside the kernel."""
-        return "".join(f", a{i}" for i in range(len(self.buffers)))
+        return "".join(f", a{i}" for i in range(len(self.buffers))) + ", partials" * self.gathers
 
     def place(self, operand: Operand) -> int:
         """Offset of a scalar or per-channel tensor, in elements; the same operand gets one place."""

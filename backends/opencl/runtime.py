@@ -19,6 +19,7 @@ from pyopencl.characterize import has_src_build_cache
 from dispatcher.backends.opencl.caches import cache_folder, discard_damaged, prepare_cache
 from dispatcher.backends.opencl.icd import prepare_icd_vendors
 from dispatcher.backends.opencl.memory import HostPool
+from dispatcher.backends.opencl.target import Facts
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import BuildError
 
@@ -51,30 +52,6 @@ def core_cache() -> int:
         except (OSError, ValueError):
             continue
     return COMMON_CORE_CACHE
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What kernels are chosen by. Memory is in bytes.
-
-    Attributes:
-        vec: native vector width of float; 1 where the device says so (GPUs).
-        vec_double: native vector width of double; 0 without double support.
-        cache: bytes of scratch that a worker should stay under, so that it lives in its core's cache.
-        global_memory: bytes of memory; ``largest_buffer`` the most that one buffer may take.
-        unified: the device works on the host's memory, so that buffers over it need no copies.
-        any_pointer: kernels may be given host pointers as they are (fine-grained system SVM).
-    """
-
-    cpu: bool
-    compute_units: int
-    vec: int
-    vec_double: int
-    cache: int
-    global_memory: int
-    largest_buffer: int
-    unified: bool
-    any_pointer: bool
 
 
 class OpenClRuntime:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dispatcher.backends.opencl.fusion import Stage
+from dispatcher.backends.opencl.groups import Part
 from dispatcher.backends.opencl.render import KernelOperands, defines, reduction_defines, section, tail_macro
 from dispatcher.ops.steps import Normalize, Reduce, ScalarOperand, Softmax, Step
 
@@ -41,9 +41,10 @@ TILE_STAGES = StageForm(
 def render_stages(
     form: StageForm,
     operands: KernelOperands,
-    stages: Sequence[Stage],
+    stages: Sequence[Part],
     first: int,
     channels: int,
+    tail_of: Callable[[Part], str],
     **extra: int,
 ) -> tuple[str, str, int]:
     """Source text of some stages.
@@ -54,6 +55,7 @@ def render_stages(
         stages: in order of execution.
         first: number of the first one; the numbers of a kernel's stages differ.
         channels: that the first stage finds.
+        tail_of: statements of a stage's pointwise steps.
         **extra: more names for the kernel files, the same for all of these stages.
 
     Returns:
@@ -69,11 +71,7 @@ def render_stages(
                 affine = operands.affine(step)
             case Reduce() as step:
                 values |= reduction_defines(step.form, f"{channels}", "STAGE")
-        body = (
-            defines(values)
-            + tail_macro("STAGE_AFFINE", affine)
-            + tail_macro("STAGE_TAIL", operands.tail(stage.tail))
-        )
+        body = defines(values) + tail_macro("STAGE_AFFINE", affine) + tail_macro("STAGE_TAIL", tail_of(stage))
         names = [name.split("(")[0] for name in values] + ["STAGE_AFFINE", "STAGE_TAIL"]
         text += section(form.files[type(stage.step)], body)
         text += "".join(f"#undef {name}\n" for name in names)

@@ -5,7 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from dispatcher.backends.opencl.groups import Group
+from dispatcher.backends.opencl.lowered import (
+    Argument,
+    Lowered,
+    Rows,
+    Tensor,
+    Value,
+    extra_arguments,
+    planned,
+)
 from dispatcher.backends.opencl.render import (
     KernelOperands,
     Site,
@@ -15,24 +28,18 @@ from dispatcher.backends.opencl.render import (
     section,
     tail_macro,
 )
-from dispatcher.ops.steps import (
-    ConvTranspose3d,
-    Normalize,
-    Pointwise,
-    Pool,
-    Reduce,
-    ScalarOperand,
-    Softmax,
-    Step,
-)
+from dispatcher.backends.opencl.target import Target, round_up
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
 #: Widest pooling window that is folded in vectors; a wider one is folded one element at a time.
 VECTOR_WINDOW = 64
+#: Work-items of a work-group of a kernel whose work-items have nothing to do with each other.
+INDEPENDENT_ITEMS = 64
 
 
 @dataclass(frozen=True)
 class StepSource:
-    """What a launch of a single step needs.
+    """Source text of a single step.
 
     Attributes:
         kernel: name of the kernel.
@@ -47,50 +54,115 @@ class StepSource:
     count: int
 
 
-def lower_step(
-    step: Step, riders: Sequence[Pointwise], real: str, vec: int, *, whole_rows: bool = True
-) -> StepSource:
-    """Lower ``step`` with the pointwise steps that ride on its store.
-
-    Args:
-        step: any step but a convolution.
-        riders: pointwise steps behind it.
-        real: ``float`` or ``double``.
-        vec: lanes of a vector.
-        whole_rows: a work-item of a pointwise step owns a row, and not a single vector of one.
-    """
-    match step:
-        case Pointwise():
-            return _pointwise((step, *riders), real, vec, whole_rows)
-        case Pool():
-            return _pool(step, riders, real, vec)
-        case Normalize() | Softmax() | Reduce():
-            return _reduction(step, riders, real, vec)
-    raise AssertionError(f"no kernel for {type(step).__name__}")
+def lower_step(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
+    """Lower a group without a convolution to a kernel whose work-items have nothing to do with each other."""
+    cpu = target.facts.cpu
+    name = real_name(real)
+    vec = target.facts.lanes(real) if cpu else 1
+    step = group.parts[0].step if group.parts else None
+    sources: tuple[Argument, ...] = (Value(group.source),)
+    if group.given is not None:
+        made, sources = _given(group, name, vec)
+    elif step is None:
+        made = _pointwise(group, name, vec, whole_rows=cpu)
+    elif isinstance(step, Pool):
+        made = _pool(group, step, name, vec)
+    else:
+        assert isinstance(step, Normalize | Softmax | Reduce)
+        made = _reduction(step, group.tail, name, vec)
+    return step_launch(group, target, made, sources)
 
 
-def _pointwise(chain: Sequence[Pointwise], real: str, vec: int, whole_rows: bool) -> StepSource:
+def lower_gather(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
+    """Lower a convolution and its tail to the kernel that computes one result after another."""
+    step = group.convolution
+    assert step is not None and len(group.parts) == 1
+    made = gather_source(step, group.tail, real_name(real))
+    return step_launch(group, target, made, (Value(group.source), Tensor(step.weight.name)), "gather")
+
+
+def step_launch(
+    group: Group,
+    target: Target,
+    made: StepSource,
+    sources: tuple[Argument, ...],
+    algorithm: str = "step",
+) -> Lowered:
+    """The launch of a kernel with a work-item for each of ``count``."""
+    local = 1 if target.facts.cpu else min(INDEPENDENT_ITEMS, target.limits.work_items)
+    arguments = (*sources, made.operands, Value(group.output), np.uint64(made.count))
+    return Lowered(
+        made.kernel,
+        made.text,
+        (*arguments, *extra_arguments(group, made.operands)),
+        round_up(made.count, local),
+        local,
+        group.source,
+        group.output,
+        planned(group, made.kernel, algorithm, {"items": made.count}),
+        in_place=works_in_place(group),
+    )
+
+
+def works_in_place(group: Group) -> bool:
+    """Whether each element of the source is read before it, and nothing else, is written."""
+    first = group.steps[0]
+    return isinstance(first, Pointwise | Normalize | Softmax) and group.reduction is None
+
+
+def real_name(real: np.dtype[Any]) -> str:
+    """``float`` or ``double``."""
+    return "double" if real == np.float64 else "float"
+
+
+def statistics_defines(group: Group) -> dict[str, object]:
+    """What row_statistics.cl needs to know of a group."""
+    found = group.gathers
+    values: dict[str, object] = {
+        f"GATHER_{kind.upper()}": found is not None and found.kind == kind
+        for kind in ("moments", "total", "exponentials")
+    }
+    values["GATHER_ROWS"] = math.prod(group.steps[-1].shape[:4])
+    values["USE_STORE"] = group.stored
+    if found is not None and found.form is not None:
+        values |= reduction_defines(found.form, "1", "GATHER")
+    return values
+
+
+#: Coordinates of an element in kernels that work row by row.
+ROW = ("n", "c", "d", "h", "w")
+
+
+def _pointwise(group: Group, real: str, vec: int, *, whole_rows: bool) -> StepSource:
     operands = KernelOperands()
-    _, channels, depth, height, width = chain[0].shape
+    operands.gathers = group.gathers is not None
+    shape = group.steps[0].shape
+    _, channels, depth, height, width = shape
     shares = 1 if whole_rows else -(-width // vec)
-    tail = operands.tail(chain, Site("c", ("n", "c", "d", "h", "w"), "WIDTH - w"))
+    tail = operands.tail(group.tail, Site("c", ROW, "OUT_W - w"))
     values = {
         "CHANNELS": channels,
         "DEPTH": depth,
         "HEIGHT": height,
-        "WIDTH": width,
+        "OUT_W": width,
         "SHARES": shares,
         "PARAMETERS": operands.parameters,
     }
-    parts = (defines(values), tail_macro("TAIL", tail, "x"), section("step_pointwise.cl"))
+    parts = (
+        defines(values | statistics_defines(group)),
+        section("row_statistics.cl"),
+        tail_macro("TAIL", tail, "x"),
+        section("step_pointwise.cl"),
+    )
     text = kernel_text(real, vec, operands, *parts)
-    return StepSource("pointwise_step", text, operands, math.prod(chain[0].shape[:4]) * shares)
+    return StepSource("pointwise_step", text, operands, math.prod(shape[:4]) * shares)
 
 
-def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
+def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
     operands = KernelOperands()
+    operands.gathers = group.gathers is not None
     window = step.window
-    tail = operands.tail(riders, Site("c", ("n", "c", "d", "h", "w"), "OUT_W - w"))
+    tail = operands.tail(group.tail, Site("c", ROW, "OUT_W - w"))
     values = {
         "CHANNELS": step.shape[1],
         **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
@@ -99,9 +171,78 @@ def _pool(step: Pool, riders: Sequence[Pointwise], real: str, vec: int) -> StepS
         **reduction_defines(step.form, f"{math.prod(window)}", "POOL"),
         "PARAMETERS": operands.parameters,
     }
-    parts = (defines(values), tail_macro("TAIL", tail, "x"), section("step_pool.cl"))
+    parts = (
+        defines(values | statistics_defines(group)),
+        section("row_statistics.cl"),
+        tail_macro("TAIL", tail, "x"),
+        section("step_pool.cl"),
+    )
     text = kernel_text(real, vec if window[2] <= VECTOR_WINDOW else 1, operands, *parts)
     return StepSource("pool_step", text, operands, math.prod(step.shape[:4]))
+
+
+def _given(group: Group, real: str, vec: int) -> tuple[StepSource, tuple[Argument, ...]]:
+    """A step over whole planes whose statistics the launch before has left."""
+    operands = KernelOperands()
+    operands.gathers = group.gathers is not None
+    step, given, reduction = group.parts[0].step, group.given, group.reduction
+    assert given is not None and isinstance(step, Normalize | Softmax | Reduce)
+    n, c, d, h, w = step.input_shape
+    groups = step.groups if isinstance(step, Normalize) else 1
+    batch, channel = 0 in step.axes, 1 in step.axes
+    together = c // groups if channel else 1  # channels of a place
+    parts_of_channels = c // together
+    planes = (n if batch else 1) * together
+    # Place `outer` is (n, part of the channels), of those that stay; plane i of it is (n, channel) of the rest.
+    image = f"(i) / {together}" if batch else f"(outer) / {parts_of_channels}"
+    part = "(outer)" if batch else f"(outer) % {parts_of_channels}"
+    values: dict[str, object] = {
+        "CHANNELS": c,
+        "OUT_D": d,
+        "OUT_H": h,
+        "OUT_W": w,
+        "PLANES(outer)": planes,
+        "PLANE(outer, i)": f"(({image}) * {c} + ({part}) * {together} + (i) % {together})",
+        "GIVEN_ROWS": n * c * d * h,
+        "COUNT": planes * d * h * w,
+        "STEP_NORMALIZE": isinstance(step, Normalize) and reduction is None,
+        "STEP_REDUCE": isinstance(step, Reduce),
+        "STEP_REDUCE_NORMALIZED": reduction is not None,
+        **{f"GIVEN_{kind.upper()}": given.kind == kind for kind in ("moments", "total", "exponentials")},
+        **statistics_defines(group),
+    }
+    results = n * c // planes
+    affine, kernel, site = "", "softmax_given", Site("c", ROW, "OUT_W - w")
+    if isinstance(step, Normalize):
+        kernel = "normalize_given"
+        values["EPS"] = operands.place(ScalarOperand(step.eps))
+        affine = operands.affine(step)
+        if reduction is not None:
+            kernel, site = "normalize_reduce_given", Site("c", ("n", "c", "0", "0", "0"))
+            mean = reduction.form.finish != "t"
+            values["REDUCED_SHARE"] = "R(1.0)" if mean else f"(R(1.0) * {d * h * w})"
+    elif isinstance(step, Reduce):
+        kernel = "reduce_given"
+        at = ("0" if batch else f"outer / {parts_of_channels}", "0" if channel else f"outer % {c}")
+        site = Site(at[1], (*at, "0", "0", "0"))
+    if given.form is not None:
+        form = step.form if isinstance(step, Reduce) else given.form
+        values |= reduction_defines(form, "COUNT", "REDUCE")
+    elif isinstance(step, Reduce):
+        values |= reduction_defines(step.form, "COUNT", "REDUCE")
+    tail = operands.tail(group.tail, site)
+    values |= {"KERNEL_NAME": kernel, "PARAMETERS": operands.parameters}
+    parts = (
+        defines(values),
+        section("row_statistics.cl"),
+        tail_macro("TAIL", tail, "x"),
+        tail_macro("AFFINE", affine, "x"),
+        section("step_given.cl"),
+    )
+    rows = Rows(group.source, given.numbers * n * c * d * h)
+    alone = isinstance(step, Reduce) or reduction is not None
+    sources: tuple[Argument, ...] = (rows,) if alone else (Value(group.source), rows)
+    return StepSource(kernel, kernel_text(real, vec, operands, *parts), operands, results), sources
 
 
 def run_block(count: int) -> int:
@@ -199,8 +340,8 @@ def _reduction(
     return StepSource(kernel, text, operands, math.prod(extents[i] for i in kept))
 
 
-def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) -> StepSource:
-    """Lower a convolution to the gather kernel, with the pointwise steps that ride on its store."""
+def gather_source(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) -> StepSource:
+    """The gather kernel of a convolution with the pointwise steps that ride on its store."""
     operands = KernelOperands()
     g = step.geometry
     values: dict[str, object] = {
@@ -208,6 +349,7 @@ def lower_gather(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) 
         "OC": g.out_channels,
         "GROUP_IC": g.in_channels // g.groups,
         "GROUP_OC": g.out_channels // g.groups,
+        "TRANSPOSED": step.transposed,
     }
     for letter, axis in zip("DHW", g.axes, strict=True):
         values |= {

@@ -1,22 +1,27 @@
-"""The convolution for GPUs, a tiled implicit GEMM: tiles, fusion rules, lowering, launch."""
+"""The convolution for GPUs, a tiled implicit GEMM: tiles, fusion rules, lowering."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 
-from dispatcher.backends.opencl.fusion import Epilogue, LineFusion, sort_epilogue
-from dispatcher.backends.opencl.launches import Call, Launch, Operands, Remembered, step_launches
-from dispatcher.backends.opencl.limits import Limits, limits_of, power_above
+from dispatcher.backends.opencl.groups import MOST_PHASES, Group, Part, Rules, channel_reason
+from dispatcher.backends.opencl.lowered import (
+    Lowered,
+    Table,
+    Value,
+    Weights,
+    extra_arguments,
+    planned,
+)
 from dispatcher.backends.opencl.render import (
     KernelOperands,
+    Site,
     combinable,
     defines,
     kernel_text,
@@ -24,14 +29,10 @@ from dispatcher.backends.opencl.render import (
     section,
     tail_macro,
 )
-from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.stages import TILE_STAGES, render_stages
-from dispatcher.backends.opencl.tiles import round_up
-from dispatcher.interface import PlannedLaunch, Tensors
+from dispatcher.backends.opencl.target import Limits, Target, power_above, round_up
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Pool, Step
-from dispatcher.plan.planner import Segment, plan
-from dispatcher.problem.operator import Operator
 
 SOURCE = "conv_transpose3d_tiled.cl"
 KERNEL = "conv_transpose3d_tiled"
@@ -40,10 +41,6 @@ KERNEL = "conv_transpose3d_tiled"
 SUM_WORDS = 32
 #: Channels that are combined in one plain sum at most; errors would grow with more.
 MOST_CHANNELS = 512
-#: Phases, each with a table entry of its own, at most; with more, most are holes.
-MOST_PHASES = 512
-#: Kernels that are built at most before a convolution is left to the gather kernel.
-MOST_BUILDS = 4
 
 
 # ---- tiles -------------------------------------------------------------------------------------------------
@@ -304,47 +301,53 @@ def ranked_layouts(task: Task, limits: Limits) -> list[TileLayout]:
 
 
 # ---- fusion ------------------------------------------------------------------------------------------------
-def task_of(convolution: ConvTranspose3d, epilogue: Epilogue, itemsize: int) -> Task:
-    """What a convolution with its fused steps asks of a tile."""
-    stages = bool(epilogue.before or epilogue.after)
-    return Task(convolution.geometry, epilogue.fold is not None, stages, itemsize)
+def task_of(group: Group, itemsize: int, further: Step | None = None) -> Task:
+    """What a convolution with the steps behind it asks of a tile, and one further step."""
+    assert group.convolution is not None
+    steps = [part.step for part in group.parts[1:]] + ([] if further is None else [further])
+    fold = any(isinstance(step, Pool) for step in steps)
+    stages = any(not isinstance(step, Pool) for step in steps)
+    return Task(group.convolution.geometry, fold, stages, itemsize)
 
 
-class TiledFusion(LineFusion):
-    """Fusion rules of the tiled kernel.
+class TiledRules(Rules):
+    """What the tiled kernel does.
 
     Args:
         limits: of the device: the channels of a block of voxels have to fit its local memory.
         itemsize: bytes of an element.
+        refused: convolutions for which the device has turned out to launch no tile.
     """
 
-    def __init__(self, limits: Limits, itemsize: int) -> None:
-        self._limits, self._itemsize = limits, itemsize
+    def __init__(self, limits: Limits, itemsize: int, refused: Collection[ConvTranspose3d] = ()) -> None:
+        self._limits, self._itemsize, self._refused = limits, itemsize, refused
 
-    def prologue(self, step: Step, fused: tuple[Step, ...], convolution: ConvTranspose3d) -> str | None:
-        if isinstance(step, Pointwise) and not step.form.cheap:
-            return f"{step.op} would be computed again for every tap"
-        return super().prologue(step, fused, convolution)
+    def opens(self, step: ConvTranspose3d) -> str | None:
+        fits = step not in self._refused and self._fits(Task(step.geometry, False, False, self._itemsize))
+        return None if fits else "the device can launch no tile of the tiled kernel"
 
-    def epilogue(self, convolution: ConvTranspose3d, fused: tuple[Step, ...], step: Step) -> str | None:
-        if isinstance(step, Pointwise):
-            return super().epilogue(convolution, fused, step)
-        if isinstance(step, Pool):
-            stride = tuple(axis.stride for axis in convolution.geometry.axes)
-            if not step.form.plain or not combinable(step.form.monoid):
-                return f"{step.op} is not a plain reduction"
-            if any(isinstance(other, Pool) for other in fused):
-                return "one pooling is folded already"
-            if step.window != stride:
-                return f"pool window {step.window} is not the set of phases, stride {stride}"
-        else:
-            reason = super().epilogue(convolution, fused, step)
-            if reason is not None:
-                return reason
-        task = task_of(convolution, sort_epilogue((*fused, step)), self._itemsize)
-        if not any(TileLayout(task, tile).refusal(self._limits) is None for tile in _candidates(task)):
-            return "no work-group can hold all channels of its voxels"
+    def precedes(self, step: Pointwise) -> str | None:
+        return None if step.form.cheap else f"{step.op} would be computed again for every tap"
+
+    def joins(self, group: Group, step: Step) -> str | None:
+        reason = self._pool(group, step) if isinstance(step, Pool) else channel_reason(step)
+        if reason is None and not self._fits(task_of(group, self._itemsize, step)):
+            reason = "no work-group can hold all channels of its voxels"
+        return reason
+
+    def _pool(self, group: Group, step: Pool) -> str | None:
+        assert group.convolution is not None
+        stride = tuple(axis.stride for axis in group.convolution.geometry.axes)
+        if not step.form.plain or not combinable(step.form.monoid):
+            return f"{step.op} is not a plain reduction"
+        if any(isinstance(part.step, Pool) for part in group.parts):
+            return "one pooling is folded already"
+        if step.window != stride:
+            return f"pool window {step.window} is not the set of phases, stride {stride}"
         return None
+
+    def _fits(self, task: Task) -> bool:
+        return any(TileLayout(task, tile).refusal(self._limits) is None for tile in _candidates(task))
 
 
 # ---- lowering ----------------------------------------------------------------------------------------------
@@ -393,27 +396,24 @@ def phase_tables(geometry: ConvGeometry) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([firsts, counts], axis=1).astype(np.int32), taps
 
 
-def render(
-    layout: TileLayout,
-    convolution: ConvTranspose3d,
-    prologue: Sequence[Pointwise],
-    epilogue: Epilogue,
-    output: tuple[int, int, int, int, int],
-) -> tuple[str, KernelOperands]:
-    """Source text for one segment, and the layout of its ``operands`` buffer.
-
-    Args:
-        layout: geometry and tile.
-        convolution: the segment's convolution.
-        prologue: pointwise steps on its input.
-        epilogue: the steps behind it.
-        output: shape of what the segment stores.
-    """
+def render(layout: TileLayout, group: Group) -> tuple[str, KernelOperands]:
+    """Source text of a group, and what it reads."""
     task, tile, g = layout.task, layout.tile, layout.task.geometry
+    convolution, output = group.convolution, group.steps[-1].shape
+    assert convolution is not None
     operands = KernelOperands()
-    before, before_calls, folded = render_stages(TILE_STAGES, operands, epilogue.before, 1, g.out_channels)
+    first, *rest = group.parts
+    pool = next((number for number, part in enumerate(rest) if isinstance(part.step, Pool)), None)
+    before_fold, after_fold = (rest, []) if pool is None else (rest[:pool], rest[pool + 1 :])
+
+    def tail_of(part: Part) -> str:
+        return "" if group.skips and part is group.parts[-1] else operands.tail(part.tail)
+
+    before, before_calls, folded = render_stages(
+        TILE_STAGES, operands, before_fold, 1, g.out_channels, tail_of
+    )
     after, after_calls, left = render_stages(
-        TILE_STAGES, operands, epilogue.after, 1 + len(epilogue.before), folded
+        TILE_STAGES, operands, after_fold, 1 + len(before_fold), folded, tail_of
     )
     small = task.all_positions + tile.block_m < 1 << 32
     real = "double" if task.itemsize == 8 else "float"
@@ -461,15 +461,21 @@ def render(
             f"POSITIONS_{letter}": positions,
         }
     fold = ""
-    if epilogue.fold is not None:
+    if pool is not None:
+        pooling = rest[pool].step
+        assert isinstance(pooling, Pool)
         fold = defines(
             {
                 "FOLD_CHANNELS": 1 if folded < g.out_channels else "channels",
-                **reduction_defines(epilogue.fold_form, f"{task.phases}", "FOLD"),
+                **reduction_defines(pooling.form, f"{task.phases}", "FOLD"),
             }
-        ) + tail_macro("FOLD_TAIL", operands.tail(epilogue.fold_tail))
-    prologue_text = operands.tail(prologue)
-    conv_text = operands.bias(convolution) + operands.tail(epilogue.tail)
+        ) + tail_macro("FOLD_TAIL", tail_of(rest[pool]))
+    prologue_text = operands.tail(group.prologue)
+    conv_text = operands.bias(convolution) + tail_of(first)
+    channel = "OUT_CHANNEL + row"
+    at_store = Site(channel, ("place.w", channel, "d", "h", "w"))
+    store = operands.tail(group.tail if group.skips else [], at_store)
+    values["PARAMETERS"] = operands.parameters
     text = kernel_text(
         real,
         1,
@@ -477,6 +483,7 @@ def render(
         defines(values),
         tail_macro("PROLOGUE", prologue_text),
         tail_macro("CONV_TAIL", conv_text),
+        tail_macro("STORE_TAIL", store, "x"),
         section("slices.cl") if task.all_channels else "",
         before,
         fold,
@@ -488,135 +495,44 @@ def render(
     return text, operands
 
 
-# ---- launching ---------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class BuiltTile:
-    """A layout whose kernel the device has accepted."""
-
-    layout: TileLayout
-    kernel: Any
-    operands: KernelOperands
-
-
-def build_segment(
-    runtime: OpenClRuntime, limits: Limits, operator: Operator, segment: Segment, real: np.dtype[Any]
-) -> BuiltTile | None:
-    """Build the best tile that the device can launch; None when it can launch none.
-
-    A compiler may need more registers or local memory than was estimated; it then allows smaller work-groups,
-    and only tiles that keep to what it said are tried next.
-    """
-    convolution = operator.steps[segment.convolution or 0]
-    assert isinstance(convolution, ConvTranspose3d)
-    epilogue = sort_epilogue(segment.epilogue(operator))
-    prologue = [step for step in segment.prologue(operator) if isinstance(step, Pointwise)]
-    task = task_of(convolution, epilogue, real.itemsize)
-    allowed, local_bytes, builds = limits.work_items, limits.local_memory, 0
-    for layout in ranked_layouts(task, limits):
-        if layout.tile.work_items > allowed or layout.local_bytes > local_bytes:
-            continue
-        if builds == MOST_BUILDS:
-            break
-        builds += 1
-        text, operands = render(layout, convolution, prologue, epilogue, operator.steps[segment.last].shape)
-        kernel = cl.Kernel(runtime.program(text), KERNEL)
-        info, device = cl.kernel_work_group_info, runtime.device
-        most = kernel.get_work_group_info(info.WORK_GROUP_SIZE, device)
-        taken = kernel.get_work_group_info(info.LOCAL_MEM_SIZE, device)
-        if layout.tile.work_items <= most and taken <= limits.local_memory:
-            return BuiltTile(layout, kernel, operands)
-        if layout.tile.work_items > most:
-            allowed = layout.tile.work_items // 2
-        else:
-            local_bytes = layout.local_bytes // 2
-    return None
-
-
-class TiledLaunch:
-    """A convolution by the tiled kernel, with its fused steps."""
-
-    def __init__(
-        self,
-        runtime: OpenClRuntime,
-        operator: Operator,
-        segment: Segment,
-        real: np.dtype[Any],
-        built: BuiltTile,
-    ) -> None:
-        convolution = operator.steps[segment.convolution or 0]
-        assert isinstance(convolution, ConvTranspose3d)
-        self.source, self.output = operator.steps[segment.first].source, segment.last + 1
-        self._runtime, self._real, self._built = runtime, real, built
-        self._weight = convolution.weight.name
-        self._weights = Remembered()
-        self._finite = True
-        self._operands = Operands(runtime, built.operands, real)
-        layout, tile = built.layout, built.layout.tile
-        self._tables = [runtime.constant(table) for table in phase_tables(convolution.geometry)]
-        self.planned = PlannedLaunch(
-            KERNEL,
-            tuple(step.op for step in operator.steps[segment.first : segment.last + 1]),
-            "tiled",
-            {
-                "block": f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
-                "thread": f"{tile.thread_m}x{tile.thread_n}",
-                "taps_x_channels": f"{tile.block_t}x{tile.block_c}",
-                "phases_per_group": layout.phases_per_group,
-                "phases_stored_together": tile.planes,
-                "all_channels": "yes" if layout.task.all_channels else "no",
-                "local_bytes": layout.local_bytes,
-                "work_items": tile.work_items,
-                "work_groups": layout.work_groups,
-            },
-            segment.note,
-        )
-
-    @cached_property
-    def sizes(self) -> tuple[int, int]:
-        """Global and local size."""
-        work_items = self._built.layout.tile.work_items
-        return self._built.layout.work_groups * work_items, work_items
-
-    def prepare(self, tensors: Tensors) -> bool:
-        self._operands.update(tensors)
-        if self._weights.stale(tensors, [self._weight]):
-            weight = np.asarray(tensors[self._weight], self._real)
-            # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
-            self._finite = bool(np.isfinite(weight).all())
-            self._weights.buffer = self._runtime.constant(pack_weights(weight, self._built.layout))
-        return self._finite
-
-    def enqueue(self, call: Call) -> None:
-        self._built.kernel.set_args(
-            call.values[self.source],
-            self._weights.buffer,
-            self._operands.buffer,
-            *self._tables,
-            call.values[self.output],
-        )
-        global_size, local_size = self.sizes
-        event = cl.enqueue_nd_range_kernel(call.queue, self._built.kernel, (global_size,), (local_size,))
-        call.events.append((self.planned.name, event))
-
-
-def tiled_launches(runtime: OpenClRuntime, operator: Operator, real: np.dtype[Any]) -> list[Launch]:
-    """The launches of an operator on a GPU: tiled convolutions, and a launch a step for what does not fuse.
-
-    A convolution for which the device can launch no tile is gathered element by element.
-    """
-    limits = limits_of(runtime)
-    launches: list[Launch] = []
-    segments = list(plan(operator, TiledFusion(limits, real.itemsize)))
-    while segments:
-        segment = segments.pop(0)
-        last, note = segment.last, segment.note
-        if segment.convolution is not None:
-            built = build_segment(runtime, limits, operator, segment, real)
-            if built is not None:
-                launches.append(TiledLaunch(runtime, operator, segment, real, built))
-                continue
-            note = "the device can launch no tile of the tiled kernel"
-        while segment.convolution is None and segments and segments[0].convolution is None:
-            last = segments.pop(0).last
-        launches += step_launches(runtime, operator, segment.first, last, real, note, limits)
-    return launches
+def lower_tiled(group: Group, target: Target, real: np.dtype[Any]) -> Lowered | None:
+    """Lower a group that begins with a convolution to its best tile; None when no tile fits the target."""
+    convolution = group.convolution
+    assert convolution is not None
+    layout = next(iter(ranked_layouts(task_of(group, real.itemsize), target.limits)), None)
+    if layout is None:
+        return None
+    text, operands = render(layout, group)
+    tile = layout.tile
+    detail: dict[str, str | int | float] = {
+        "block": f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
+        "thread": f"{tile.thread_m}x{tile.thread_n}",
+        "taps_x_channels": f"{tile.block_t}x{tile.block_c}",
+        "phases_per_group": layout.phases_per_group,
+        "phases_stored_together": tile.planes,
+        "all_channels": "yes" if layout.task.all_channels else "no",
+        "local_bytes": layout.local_bytes,
+        "work_items": tile.work_items,
+        "work_groups": layout.work_groups,
+    }
+    return Lowered(
+        KERNEL,
+        text,
+        (
+            Value(group.source),
+            Weights(
+                convolution.weight.name,
+                lambda weight: pack_weights(convolution.contraction_weight(weight), layout),
+            ),
+            operands,
+            *(Table(table) for table in phase_tables(layout.task.geometry)),
+            Value(group.output),
+            *extra_arguments(group, operands),
+        ),
+        layout.work_groups * tile.work_items,
+        tile.work_items,
+        group.source,
+        group.output,
+        planned(group, KERNEL, "tiled", detail),
+        local_bytes=layout.local_bytes,
+    )

@@ -14,13 +14,9 @@ from functools import cache, cached_property
 from importlib.resources import files
 from itertools import product
 
+from dispatcher.backends.opencl.target import round_up
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

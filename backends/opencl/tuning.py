@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from dispatcher.backends.opencl import lines, tuned
-from dispatcher.backends.opencl.fusion import LineFusion, sort_epilogue
+from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.tiles import Fold, device_class, winograd_rows
 from dispatcher.ops.geometry import ConvGeometry
-from dispatcher.ops.steps import ConvTranspose3d
-from dispatcher.plan.planner import plan
+from dispatcher.plan.groups import split
 from dispatcher.problem.operator import Operator
 
 #: Boxes to measure for each algorithm and register tile: those with the least estimated work.
@@ -23,11 +22,9 @@ BOXES = 3
 
 def _convolutions(operator: Operator) -> Iterator[tuple[ConvGeometry, Fold | None]]:
     """Geometry and fold of each convolution as the CPU kernels run it."""
-    for segment in plan(operator, LineFusion()):
-        if segment.convolution is not None:
-            step = operator.steps[segment.convolution]
-            assert isinstance(step, ConvTranspose3d)
-            yield step.geometry, sort_epilogue(segment.epilogue(operator)).fold
+    for group in split(operator, lambda first: Group(operator, first, LineRules())):
+        if group.convolution is not None:
+            yield group.convolution.geometry, None if group.fold is None else group.fold[0]
 
 
 def _real(operator: Operator) -> np.dtype[np.floating]:

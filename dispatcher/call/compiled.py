@@ -16,7 +16,7 @@ import numpy as np
 
 from dispatcher.call import tracing
 from dispatcher.call.explanation import Explanation, explain_choice
-from dispatcher.device.memory import check_host_memory
+from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
     FallbackWarning,
@@ -31,7 +31,6 @@ from dispatcher.device.splitting import compile_within_memory, part_count
 from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
 from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import (
-    Arguments,
     IncompleteError,
     bind_arguments,
     check_options,
@@ -176,11 +175,8 @@ class _Program:
         self.dtype = np.dtype(operator.dtype)
         self.failed: dict[str, DispatcherError] = {}
         self.used = 0  # when it was last asked for, by the owner's clock
-        self.constants = {
-            name: host_tensor(tensor.array, self.dtype)
-            for name, tensor in bound.items()
-            if not tensor.on_device
-        }
+        on_host = {name: tensor.array for name, tensor in bound.items() if not tensor.on_device}
+        self.constants = {name: host_tensor(array, self.dtype) for name, array in on_host.items()}
 
 
 @dataclass(frozen=True)
@@ -237,20 +233,14 @@ class CompiledOperator:
         check_options(settings.options)
         self._problem = problem
         self._request: Request = parse_request(settings.device, settings.devices)
-        self._settings: dict[str, Any] = {
-            "case": settings.case,
-            "dtype": _dtype_name(settings.dtype),
-            "precision": settings.precision,
-        }
+        self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
+        self._settings["dtype"] = _dtype_name(settings.dtype)
         self._options = dict(settings.options or {})
-        sorted_arguments = sort_arguments(problem, arguments or {})
-        if sorted_arguments.output is not None:
+        given = sort_arguments(problem, arguments or {})
+        if given.output is not None:
             raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
-        self._bound = Arguments(
-            sorted_arguments.sizes,
-            sorted_arguments.scalars,
-            {name: snapshot(tensor) for name, tensor in sorted_arguments.tensors.items()},
-        )
+        kept = {name: snapshot(tensor) for name, tensor in given.tensors.items()}
+        self._bound = replace(given, tensors=kept)
         self._tensor_names = {tensor.name: None for tensor in problem.tensors}
         self._output_name = problem.output.name
         self._lock = threading.RLock()
@@ -379,11 +369,8 @@ class CompiledOperator:
         last = self._last
         self._programs, self._signatures, self._last, self._first = {}, {}, None, None
         if last is not None and last.choice.device.kind != "reference" and not self._request.named:
-            warnings.warn(
-                f"{last.choice.device.id} does not survive a fork of the process; the next device is tried",
-                FallbackWarning,
-                stacklevel=4,
-            )
+            text = f"{last.choice.device.id} does not survive a fork of the process; the next device is tried"
+            warnings.warn(text, FallbackWarning, stacklevel=4)
 
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
         """Analyse a call and remember the result under ``key``.
@@ -512,9 +499,7 @@ class CompiledOperator:
         operator, device = program.operator, choice.device
         failure = as_kernel_error(error, operator, device, "run")
         if self._request.named:
-            if failure is error:
-                raise error
-            raise failure from error
+            raise failure
         with self._lock:
             if program.choice is choice:  # else another thread has done it already
                 program.failed[device.id] = failure

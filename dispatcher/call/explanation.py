@@ -12,6 +12,7 @@ from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import Device, PlannedLaunch, device_dict
 from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
@@ -83,28 +84,20 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, texts and numbers, ready for JSON."""
-        operator = self.operator
         return {
-            **operator_dict(operator),
+            **operator_dict(self.operator),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
             "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
-            "launches": [
-                {**vars(launch), "steps": list(launch.steps), "detail": dict(launch.detail)}
-                for launch in self.launches
-            ],
+            "launches": [picked(launch, *vars(launch)) for launch in self.launches],
         }
 
 
 def explain_choice(operator: Operator, choice: Choice) -> Explanation:
     """The explanation of ``operator`` on the device that was chosen for it."""
-    return Explanation(
-        operator,
-        choice.device,
-        choice.skipped,
-        tuple(_convolution_plan(step) for step in operator.convolutions),
-        () if choice.executable is None else tuple(choice.executable.launches),
-    )
+    launches = () if choice.executable is None else tuple(choice.executable.launches)
+    plans = tuple(_convolution_plan(step) for step in operator.convolutions)
+    return Explanation(operator, choice.device, choice.skipped, plans, launches)
 
 
 def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
@@ -118,33 +111,18 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
     groups: Counter[tuple[tuple[int, int, int], int]] = Counter()
     for (d, n_d), (h, n_h), (w, n_w) in itertools.product(*(kind.items() for kind in kinds)):
         groups[(d[1], h[1], w[1]), geometry.batch * d[0] * h[0] * w[0]] += n_d * n_h * n_w
-    return ConvolutionPlan(
-        geometry.input_shape,
-        geometry.weight_shape,
-        geometry.output_shape,
-        geometry.axes,
-        geometry.groups,
-        geometry.flops,
-        tuple(
-            PhaseGroup(
-                phases,
-                taps,
-                gemm_m,
-                geometry.out_channels // geometry.groups,
-                geometry.in_channels // geometry.groups * math.prod(taps),
-            )
-            for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
-        ),
+    in_group, out_group = geometry.in_channels // geometry.groups, geometry.out_channels // geometry.groups
+    phase_groups = tuple(
+        PhaseGroup(phases, taps, gemm_m, out_group, in_group * math.prod(taps))
+        for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
     )
+    shapes = geometry.input_shape, geometry.weight_shape, geometry.output_shape
+    return ConvolutionPlan(*shapes, geometry.axes, geometry.groups, geometry.flops, phase_groups)
 
 
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
-        "input_shape": list(plan.input_shape),
-        "weight_shape": list(plan.weight_shape),
-        "output_shape": list(plan.output_shape),
-        "groups": plan.groups,
-        "flops": plan.flops,
-        "axes": [{key: getattr(axis, key) for key in _AXIS_KEYS} for axis in plan.axes],
-        "phase_groups": [{**vars(group), "taps": list(group.taps)} for group in plan.phase_groups],
+        **picked(plan, "input_shape", "weight_shape", "output_shape", "groups", "flops"),
+        "axes": [picked(axis, *_AXIS_KEYS) for axis in plan.axes],
+        "phase_groups": [picked(group, *vars(group)) for group in plan.phase_groups],
     }

@@ -25,15 +25,6 @@ class Trace:
         self._lines: dict[str, int] = {"dispatcher": 0}
         self._events: list[dict[str, Any]] = []
 
-    @contextlib.contextmanager
-    def span(self, name: str, **detail: str | int | float) -> Iterator[None]:
-        """Record what happens inside as one span on the host's line."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, start, time.perf_counter() - start, detail=detail)
-
     def add(
         self,
         name: str,
@@ -107,12 +98,12 @@ def current() -> Trace | None:
 @contextlib.contextmanager
 def span(name: str, **detail: str | int | float) -> Iterator[None]:
     """A span of the current trace, if there is one."""
-    trace = current()
-    if trace is None:
+    trace, start = current(), time.perf_counter()
+    try:
         yield
-        return
-    with trace.span(name, **detail):
-        yield
+    finally:
+        if trace is not None:
+            trace.add(name, start, time.perf_counter() - start, detail=detail)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,11 @@ Array = NDArray[np.float64]
 Progress = Callable[[float], None]
 
 
+def part(progress: Progress, number: int, count: int) -> Callable[..., None]:
+    """Turn the progress of one thing out of ``count``, the last argument that it is told, into that of all."""
+    return lambda *told: progress((number + told[-1]) / count)
+
+
 # ---- comparing ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Comparison:
@@ -154,11 +159,10 @@ class _Tally:
         error = math.sqrt(self.error_squares)
         share = normwise_share(self.elements)
         allowed = share * math.sqrt(self.bound_squares) + math.sqrt(self.rounding_squares)
-        normwise_ratio = 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
-        if self.reference_squares > 0.0:
-            normwise = error / math.sqrt(self.reference_squares)
-        else:
-            normwise = 0.0 if error == 0.0 else math.inf
+        normwise_ratio, normwise = (
+            0.0 if error == 0.0 else error / norm if norm > 0.0 else math.inf
+            for norm in (allowed, math.sqrt(self.reference_squares))
+        )
         if math.isnan(self.max_abs_error):
             normwise = normwise_ratio = math.nan
         within = normwise_ratio <= 1.0 or self.elements == 0
@@ -180,16 +184,12 @@ class _Tally:
                 f"reference's norm, {normwise_ratio:.3g} of what is allowed; the worst, at {self.worst_index}, "
                 f"is {self.worst_value:.9g}, expected {self.worst_reference:.9g}"
             )
-        return Comparison(
+        passed, worst = (
             self.beyond == 0 and within,
-            self.max_abs_error,
-            self.max_ratio,
-            normwise,
-            normwise_ratio,
-            self.worst_index,
-            self.worst_value,
-            self.worst_reference,
-            reason,
+            (self.worst_index, self.worst_value, self.worst_reference),
+        )
+        return Comparison(
+            passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason
         )
 
 
@@ -270,15 +270,12 @@ def _each_part(
     registry.error_bounds().bounded_parts(operator, tensors, progress, finish)
 
 
-def bounded_reference(
-    operator: Operator, tensors: Tensors, *, progress: Progress | None = None
-) -> tuple[Array, Array]:
+def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Array]:
     """The reference and the largest error that a correct result may have, element by element.
 
     Args:
         operator: what to compute.
         tensors: every input tensor by name.
-        progress: told the fraction done, from time to time.
 
     Returns:
         Two float64 arrays of ``operator.output_shape``.
@@ -289,7 +286,7 @@ def bounded_reference(
     def take(part: slice, values: Array, bounds: Array) -> None:
         reference[part], bound[part] = values, bounds
 
-    _each_part(operator, tensors, progress, take)
+    _each_part(operator, tensors, None, take)
     return reference, bound
 
 

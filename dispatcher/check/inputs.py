@@ -34,18 +34,6 @@ Role = Literal["data", "weight", "factor", "term"]
 
 
 # ---- the sets and where they are meaningful ----------------------------------------------------------------
-def _everywhere(operator: Operator) -> bool:
-    return True
-
-
-def _nowhere(operator: Operator) -> bool:
-    return False
-
-
-def _normalizes(operator: Operator) -> bool:
-    return any(isinstance(step, Normalize) for step in operator.steps)
-
-
 def _has_exponentials(operator: Operator) -> bool:
     """Is there an exponential of a value whose size the inputs decide, that is, before any normalisation?"""
     for step in operator.steps:
@@ -117,8 +105,8 @@ class InputSet:
 
     looks: str
     reason: str
-    where: str
-    meaningful: Callable[[Operator], bool]
+    where: str = "everywhere"
+    meaningful: Callable[[Operator], bool] = lambda operator: True
 
 
 #: Every set by name. The first is the one that stands for all where only one can be afforded.
@@ -126,14 +114,10 @@ INPUT_SETS: dict[str, InputSet] = {
     "signed": InputSet(
         "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
         "no two outputs are alike, a clamp to [0, 1] is active at both ends, rows have a real variance",
-        "everywhere",
-        _everywhere,
     ),
     "graded": InputSet(
         "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
         "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
-        "everywhere",
-        _everywhere,
     ),
     "large_mean": InputSet(
         "like signed, on top of a mean that is large compared with the spread",
@@ -151,7 +135,7 @@ INPUT_SETS: dict[str, InputSet] = {
         "like signed, with weights and terms 256 times as small",
         "a wrong eps: it is of the size of the variance here",
         "a normalisation",
-        _normalizes,
+        lambda operator: any(isinstance(step, Normalize) for step in operator.steps),
     ),
     "negative": InputSet(
         "positive data and negative weights and terms, so that the convolution's output is negative",
@@ -174,26 +158,20 @@ INPUT_SETS: dict[str, InputSet] = {
     "denormal": InputSet(
         "like signed, with the pipeline's input below the smallest normal number",
         "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
-        "everywhere",
-        _everywhere,
     ),
     "one_nan": InputSet(
         "like signed, with one NaN at a random place in the middle half of the pipeline's input",
         "NaN that is dropped (fmax, fmin, clamp) or that spreads to outputs it does not reach",
-        "everywhere",
-        _everywhere,
     ),
     "one_inf": InputSet(
         "like signed, with one plus infinity at a random place in the middle half of the pipeline's input",
         "infinities that become NaN or large numbers, or that spread (transforms, masks that multiply by 0)",
-        "everywhere",
-        _everywhere,
     ),
     "uniform": InputSet(
         "uniform in [0, 1)",
         "nothing: it hides many faults (a clamp to [0, 1] saturates) and is for timing only",
         "nowhere",
-        _nowhere,
+        lambda operator: False,
     ),
 }
 
@@ -240,15 +218,8 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                 in_group = geometry.in_channels // geometry.groups
                 products = max(in_group, in_group * geometry.kernel_volume / strides)  # a voxel, on average
                 uses.setdefault(step.weight.name, _Use("weight", 1.0 / (deviation * math.sqrt(products))))
-                if step.bias is not None:
-                    uses.setdefault(step.bias.name, _Use("term", 0.5))
-                deviation = 1.0
-            case Normalize():
-                if step.weight is not None:
-                    uses.setdefault(step.weight.name, _Use("factor", 1.0))
-                if step.bias is not None:
-                    uses.setdefault(step.bias.name, _Use("term", 0.5))
-                deviation = 1.0
+            case Normalize() if step.weight is not None:
+                uses.setdefault(step.weight.name, _Use("factor", 1.0))
             case Pointwise():
                 spread = 1.0 if step.form.role == "factor" else 0.5
                 for operand in step.arguments:
@@ -256,6 +227,10 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                         uses.setdefault(operand.name, _Use(step.form.role, spread))
             case Pool(function="mean"):
                 deviation /= math.sqrt(math.prod(step.window))
+        if isinstance(step, ConvTranspose3d | Normalize):
+            deviation = 1.0
+            if step.bias is not None:
+                uses.setdefault(step.bias.name, _Use("term", 0.5))
         deviations.append(deviation)
     return uses
 
@@ -277,63 +252,28 @@ def _bell(fields: Fields, dtype: np.dtype[Any]) -> NDArray[Any]:
     return bell
 
 
-def _signed(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any:
+    """The elements of a set, an array; :func:`_finish` multiplies those of some by powers of two."""
+    number = dtype.type
+    match kind, use.role:
+        case "integers", _:
+            return (fields[:, 0] % 7).astype(dtype) - number(3)
+        case "uniform", _:  # 24 bits, so that float32 holds them exactly and never rounds up to 1
+            bits = (fields[:, 0].astype(np.int32) << 8) + (fields[:, 1] >> 8)
+            return bits.astype(dtype) * number(2.0**-24)
+        case "constant", _:  # a power of two, so that sums are exact however they are taken
+            return np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
+        case "large_mean", "data":
+            return _bell(fields, dtype) + number(1000)
+        case "large_mean", "weight":  # nearly equal weights, so that the mean is common to all channels
+            return (_bell(fields, dtype) * number(1 / 128) + number(1)) * number(use.spread)
+        case "negative", ("data" | "weight" | "term"):
+            spread = number(use.spread if use.role == "data" else -use.spread)
+            return (np.abs(_bell(fields, dtype)) + number(0.25)) * spread
     bell = _bell(fields, dtype)
     if use.role == "factor":
-        bell += np.copysign(dtype.type(0.5), bell)  # a factor near zero would hide what it multiplies
-    bell *= dtype.type(use.spread)
-    return bell
-
-
-def _integers(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
-    integers = (fields[:, 0] % 7).astype(dtype)
-    integers -= dtype.type(3)
-    return integers
-
-
-def _uniform(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # 24 bits, so that float32 holds them exactly and never rounds up to 1.
-    uniform = ((fields[:, 0].astype(np.int32) << 8) + (fields[:, 1] >> 8)).astype(dtype)
-    uniform *= dtype.type(2.0**-24)
-    return uniform
-
-
-def _large_mean(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if use.role not in ("data", "weight"):
-        return _signed(fields, use, dtype)
-    bell = _bell(fields, dtype)
-    if use.role == "data":
-        bell += dtype.type(1000)
-    else:  # nearly equal weights, so that the mean is common to all channels
-        bell *= dtype.type(1 / 128)
-        bell += dtype.type(1)
-        bell *= dtype.type(use.spread)
-    return bell
-
-
-def _negative(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if use.role == "factor":
-        return _signed(fields, use, dtype)
-    bell: NDArray[Any] = np.abs(_bell(fields, dtype))
-    bell += dtype.type(0.25)
-    bell *= dtype.type(use.spread if use.role == "data" else -use.spread)
-    return bell
-
-
-def _constant(fields: Fields, use: _Use, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # A power of two, so that sums are exact however they are taken.
-    constant: NDArray[Any] = np.full(len(fields), 2.0 ** round(math.log2(use.spread)), dtype)
-    return constant
-
-
-#: What makes the elements of a set; of one that is not here, :func:`_signed`, and :func:`_finish` the rest.
-_MAKERS: dict[str, Callable[[Fields, _Use, np.dtype[Any]], NDArray[Any]]] = {
-    "integers": _integers,
-    "uniform": _uniform,
-    "large_mean": _large_mean,
-    "negative": _negative,
-    "constant": _constant,
-}
+        bell += np.copysign(number(0.5), bell)  # a factor near zero would hide what it multiplies
+    return bell * number(use.spread)
 
 
 def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
@@ -371,13 +311,12 @@ def _tensor(
     """One tensor of ``shape``; float16 is rounded from float32."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
     working = np.dtype(np.float32) if dtype == np.float16 else dtype
-    make = _MAKERS.get(kind, _signed)
     result = np.empty(shape, dtype)
     flat = result.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         count = min(_BLOCK, flat.size - start)
         fields = generator.random_raw(count).astype("<u8", copy=False).view("<u2").reshape(count, 4)
-        flat[start : start + count] = make(fields, use, working)
+        flat[start : start + count] = _elements(kind, fields, use, working)
     return result
 
 

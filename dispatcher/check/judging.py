@@ -8,10 +8,9 @@ a verdict like any other. What it computes is compared in this process, whose me
 from __future__ import annotations
 
 import json
-import numbers
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.check.comparison import Comparison, verify_results
+from dispatcher.check.comparison import Comparison, Progress, part, verify_results
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.check.kernelfile import Sizes, as_texts, read_kernel
 from dispatcher.check.kernelrun import OUTPUT_FILE
@@ -29,9 +28,9 @@ from dispatcher.device.childprocess import LONGEST_S, Ended, run_child, unwound_
 from dispatcher.device.selection import backend_devices, candidates, first_usable, parse_request, skipped_list
 from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
 from dispatcher.interface import Device, device_dict
-from dispatcher.problem.arguments import bind_numbers
+from dispatcher.problem.arguments import bind_numbers, count_value, seconds_value
 from dispatcher.problem.loader import ProblemLike, load_problem
-from dispatcher.problem.messages import brief
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.userkernel import UserKernel
 
@@ -130,35 +129,19 @@ class Judgement:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, texts and numbers; non-finite numbers stay as they are."""
+        kernel = self.kernel
         return {
             **operator_dict(self.operator),
-            "case": self.case,
-            "seed": self.seed,
+            **picked(self, "case", "seed"),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
-            "kernel": self.kernel.file,
-            "entry": self.kernel.entry,
-            "global_size": None if self.kernel.global_size is None else list(self.kernel.global_size),
-            "local_size": None if self.kernel.local_size is None else list(self.kernel.local_size),
-            "build_options": list(self.kernel.build_options),
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "log": self.log,
+            "kernel": kernel.file,
+            **picked(kernel, "entry", "global_size", "local_size", "build_options"),
+            **picked(self, "outcome", "reason", "log"),
             "checks": [
-                {
-                    "inputs": check.inputs,
-                    "launch": check.launch,
-                    "passed": check.passed,
-                    "reason": check.reason,
-                    "comparison": comparison_dict(check.comparison),
-                }
-                for check in self.checks
+                {**vars(each), "comparison": comparison_dict(each.comparison)} for each in self.checks
             ],
-            "build_s": self.build_s,
-            "times_s": list(self.times_s),
-            "kernel_s": list(self.kernel_s),
-            "median_s": self.median_s,
-            "gflops": self.gflops,
+            **picked(self, "build_s", "times_s", "kernel_s", "median_s", "gflops"),
         }
 
 
@@ -180,7 +163,7 @@ def verify_kernel(
     precision: str = "fp32",
     repeats: int = 10,
     warmup: int = 2,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     **arguments: Any,
 ) -> list[Judgement]:
     """Run a user's own kernel, compare every element of its result with the reference, and time it.
@@ -218,8 +201,8 @@ def verify_kernel(
         KernelError: something failed that is not the kernel's fault.
     """
     seed = check_seed(seed)
-    timeout_s = _check_timeout(timeout_s)
-    repeats, warmup = _check_count("repeats", repeats, 1), _check_count("warmup", warmup, 0)
+    timeout_s = seconds_value("timeout_s", timeout_s, LONGEST_S)
+    repeats, warmup = count_value("repeats", repeats, 1), count_value("warmup", warmup, 0)
     wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else as_texts("inputs", inputs))
     loaded = load_problem(problem)
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
@@ -240,32 +223,6 @@ def verify_kernel(
     return judgements
 
 
-def _check_timeout(timeout_s: Any) -> float:
-    """The seconds as a float.
-
-    Raises:
-        InputError: it is not a number, or out of range.
-    """
-    real = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if not real or not 0 < timeout_s <= LONGEST_S:
-        raise InputError(
-            f"timeout_s is {brief(timeout_s)}; expected a number of seconds above 0 and up to {LONGEST_S:.0f}"
-        )
-    return float(timeout_s)
-
-
-def _check_count(name: str, count: Any, least: int) -> int:
-    """The count as an int.
-
-    Raises:
-        InputError: it is not a whole number, or below ``least``.
-    """
-    whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
-    if not whole or count < least:
-        raise InputError(f"{name} is {brief(count)}; expected a whole number of {least} or more")
-    return int(count)
-
-
 Places = list[tuple[Device, tuple[tuple[str, str], ...]]]
 
 
@@ -282,13 +239,11 @@ def _places(backend: str, device: str | Device | None, file: str) -> Places:
     if request.terms == (("auto", ""),):
         request = parse_request(backend)
     skipped: list[tuple[str, str]] = []
-    for candidate in candidates(request):
-        found, reason = candidate.device, candidate.reason
-        if found is not None and found.backend == backend:
+    for label, found in candidates(request):
+        if isinstance(found, Device) and found.backend == backend:
             return [(found, tuple(skipped))]
-        if found is not None:
-            reason = f"it cannot run {Path(file).suffix} files"
-        skipped.append((candidate.label, reason))
+        other = f"it cannot run {Path(file).suffix} files"
+        skipped.append((label, found if isinstance(found, str) else other))
     reasons = "; ".join(f"{label}: {reason}" for label, reason in skipped)
     raise DeviceError(
         f"{request.origin} {request.text}: no device can run {file}: {reasons}; name a device of {backend}"
@@ -321,8 +276,7 @@ class _ChildRun:
                     np.save(self.folder / f"{name}-{number}.npy", array)
             request = {
                 "module": registry.BACKENDS[self.device.backend],
-                "index": self.device.index,
-                "name": self.device.name,
+                **picked(self.device, "index", "name"),
                 "kernel": asdict(self.kernel),
                 "kinds": list(self.kinds),
                 "numbers": {**operator.sizes, **operator.scalars},
@@ -349,9 +303,7 @@ class _ChildRun:
         except OSError as error:
             raise KernelError(f"no process to run {self.kernel.file} in: {error}") from error
 
-    def judge(
-        self, ended: Ended, timeout_s: float, progress: Callable[[float], None] | None
-    ) -> dict[str, Any]:
+    def judge(self, ended: Ended, timeout_s: float, progress: Progress | None) -> dict[str, Any]:
         """The verdict, as fields of a :class:`Judgement`.
 
         Raises:
@@ -368,9 +320,8 @@ class _ChildRun:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
             if stage in ("", "opening the device"):
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
-            if ended.code is None:
-                return {"outcome": "timed out", "reason": f"{how}, while {stage}"}
-            return {"outcome": "crashed", "reason": f"{how}, while {stage}"}
+            outcome = "timed out" if ended.code is None else "crashed"
+            return {"outcome": outcome, "reason": f"{how}, while {stage}"}
         return self.compared(reports, progress)
 
     def failed(self, failure: Mapping[str, str], stage: str) -> dict[str, Any]:
@@ -390,16 +341,14 @@ class _ChildRun:
             case _:
                 raise KernelError(f"{self.device.id} failed while {stage}: {message}")
 
-    def compared(
-        self, reports: Mapping[str, Any], progress: Callable[[float], None] | None
-    ) -> dict[str, Any]:
+    def compared(self, reports: Mapping[str, Any], progress: Progress | None) -> dict[str, Any]:
         """The verdict on the results that the process has left."""
         checks = []
         for number, (kind, tensors) in enumerate(zip(self.kinds, self.tensors, strict=True)):
             repeated = reports["repeated"] if number == 0 else None
             ways = [str(number)] if repeated is None else [str(number), *repeated["results"]]
             results = [np.load(self.folder / OUTPUT_FILE.format(way), mmap_mode="r") for way in ways]
-            told = None if progress is None else _part(progress, number, len(self.kinds))
+            told = None if progress is None else part(progress, number, len(self.kinds))
             comparison, *others = verify_results(self.operator, tensors, results, told)
             before = checksums(tensors)
             wrong = _faults(before, reports["after"][number], comparison)
@@ -415,13 +364,8 @@ class _ChildRun:
         if failed is not None:
             because = f"on inputs {failed.inputs!r}: {failed.reason}"
             return {"outcome": "wrong", "reason": because, "checks": tuple(checks), "build_s": build_s}
-        return {
-            "outcome": "passed",
-            "checks": tuple(checks),
-            "build_s": build_s,
-            "times_s": tuple(reports["times_s"]),
-            "kernel_s": tuple(reports["kernel_s"]),
-        }
+        times = {name: tuple(reports[name]) for name in ("times_s", "kernel_s")}
+        return {"outcome": "passed", "checks": tuple(checks), "build_s": build_s, **times}
 
 
 def _faults(before: Mapping[str, int], seen: Mapping[str, Any], found: Comparison) -> str:
@@ -443,10 +387,6 @@ def _ending(ended: Ended) -> str:
         return f"the process ended with exit code {ended.code}{ended.last_line}"
     hint = ", which systems send when memory runs out" if ended.signal == "SIGKILL" else ""
     return f"it crashed with {ended.signal}{hint}{ended.last_line}"
-
-
-def _part(progress: Callable[[float], None], number: int, count: int) -> Callable[[float], None]:
-    return lambda done: progress((number + done) / count)
 
 
 def trimmed(log: str) -> str:

@@ -64,17 +64,14 @@ def read_kernel(
     options = as_texts("build_options", build_options)
     for option in options:
         if "\0" in option or not _encodes(option):
-            raise InputError(
-                f"build option {option!r} has a NUL, or bytes that are no text here; expected text in UTF-8"
-            )
+            found = "a NUL, or bytes that are no text here"
+            raise InputError(f"build option {option!r} has {found}; expected text in UTF-8")
     names = size_names(operator)
     local = None if local_size is None else _evaluate("local_size", local_size, names)
     whole = None if global_size is None else _evaluate("global_size", global_size, names)
     if whole is None and not files.host_functions:
-        raise InputError(
-            f"global_size is missing, which {file.suffix} files need; expected up to three sizes, such as "
-            f"{OUTPUT_ELEMENTS}"
-        )
+        wanted = f"expected up to three sizes, such as {OUTPUT_ELEMENTS}"
+        raise InputError(f"global_size is missing, which {file.suffix} files need; {wanted}")
     if local is None and whole is not None and files.groups_needed:
         raise InputError(
             f"global_size is given without local_size, which {file.suffix} files need; give both"
@@ -83,9 +80,8 @@ def read_kernel(
         raise InputError("local_size is given without global_size; give both")
     if local is not None and whole is not None:
         if len(local) != len(whole):
-            raise InputError(
-                f"local_size is {local_size!r} and global_size {global_size!r}; expected as many sizes in both"
-            )
+            given = f"local_size is {local_size!r} and global_size {global_size!r}"
+            raise InputError(f"{given}; expected as many sizes in both")
         whole = tuple(-(-size // step) * step for size, step in zip(whole, local, strict=True))
     kernel = UserKernel(
         _printable(file), text, str(file.resolve().parent), entry, _parameters(operator.problem), operator.dtype, whole,
@@ -151,11 +147,8 @@ def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
 def size_names(operator: Operator) -> dict[str, int]:
     """What size expressions may use: the extents of the result, and the problem's own sizes."""
     shape = operator.output_shape
-    return {
-        **dict(zip(OUTPUT_SIZES, shape, strict=True)),
-        OUTPUT_ELEMENTS: math.prod(shape),
-        **operator.sizes,
-    }
+    extents = dict(zip(OUTPUT_SIZES, shape, strict=True))
+    return {**extents, OUTPUT_ELEMENTS: math.prod(shape), **operator.sizes}
 
 
 def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[int, ...]:

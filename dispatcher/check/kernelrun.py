@@ -110,11 +110,8 @@ class _Runs:
 
     def place(self, number: int, margin: int) -> None:
         """Put a set of inputs and a poisoned output on the device."""
-        self.inputs = {
-            name: np.load(self.folder / f"{name}-{number}.npy", mmap_mode="r")
-            for name, kind in self.kernel.parameters
-            if kind == "input"
-        }
+        names = [name for name, kind in self.kernel.parameters if kind == "input"]
+        self.inputs = {name: np.load(self.folder / f"{name}-{number}.npy", mmap_mode="r") for name in names}
         for name, array in self.inputs.items():
             self.loaded.place(name, array, margin)
         self.loaded.place(self.output, poisoned(self.result.shape, self.kernel.dtype), margin)
@@ -174,11 +171,8 @@ class _Runs:
         seen = self.look(OTHER_MARGIN)
         seen["beside"] = seen["beside"] or beside
         same = not results and all(seen[key] == first[key] for key in seen)
-        return {
-            "times_s": times,
-            "kernel_s": kernel_times,
-            "repeated": None if same else {**seen, "results": list(results.values())},
-        }
+        repeated = None if same else {**seen, "results": list(results.values())}
+        return {"times_s": times, "kernel_s": kernel_times, "repeated": repeated}
 
 
 def _stray(name: str, found: bytes, margin: int, side: int) -> str:

@@ -13,9 +13,10 @@ import numpy as np
 
 from dispatcher.check.comparison import Comparison, poisoned
 from dispatcher.check.inputs import random_tensors
-from dispatcher.check.verifying import call_on, checksums, compare_run, comparison_dict
+from dispatcher.check.verifying import checksums, compare_run, comparison_dict, compile_for
 from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import device_dict
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
 #: Told what begins and in how many steps; gives a function that takes the fraction done.
@@ -66,9 +67,7 @@ class TimedRun:
             **operator_dict(self.operator),
             "device": device_dict(self.choice.device),
             "skipped": skipped_list(self.choice.skipped),
-            "compile_s": self.compile_s,
-            "first_s": self.first_s,
-            "warm_s": self.warm_s,
+            **picked(self, "compile_s", "first_s", "warm_s"),
             "warm_median_s": self.median_s,
             "gflops": self.gflops,
             "verified": None if comparison is None else comparison.passed,
@@ -110,7 +109,7 @@ def timed_run(
     """
     start = time.perf_counter()
     with stage("compiling", 2):
-        call = call_on(operator, tensors, device, options)
+        call = compile_for(operator, device, options).prepare_bound(operator, tensors)
     compile_s = time.perf_counter() - start
     before = checksums(tensors) if checked else {}
     times: list[float] = []

@@ -23,7 +23,15 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
-from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_result, verify_results
+from dispatcher.check.comparison import (
+    Comparison,
+    Progress,
+    part,
+    poisoned,
+    refusal,
+    verify_result,
+    verify_results,
+)
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
 from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
@@ -31,7 +39,7 @@ from dispatcher.errors import DeviceError, InputError, KernelError, Verification
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
-from dispatcher.problem.model import Problem
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
@@ -42,6 +50,9 @@ OUTCOMES: tuple[Outcome, ...] = ("failed", "error", "unsupported", "passed")
 #: Up to this many floating-point operations, every meaningful set of inputs is checked unless said otherwise;
 #: beyond, the first alone, since the reference takes long there.
 SMALL_FLOPS = 1 << 27
+
+#: A result, and how it came about where that has to be said.
+_Output = tuple[np.ndarray, str]
 
 #: Told the problem, the device and the fraction done of one check.
 CheckProgress = Callable[[str, str, float], None]
@@ -80,13 +91,7 @@ class Check:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, texts and numbers; non-finite numbers stay as they are."""
-        return {
-            "inputs": self.inputs,
-            "seed": self.seed,
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "comparison": comparison_dict(self.comparison),
-        }
+        return {**vars(self), "comparison": comparison_dict(self.comparison)}
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,10 @@ class Verification:
         """Plain lists, dicts, texts and numbers; non-finite numbers stay as they are."""
         return {
             **operator_dict(self.operator),
-            "case": self.case,
-            "inputs": self.inputs,
-            "seed": self.seed,
+            **picked(self, "case", "inputs", "seed"),
             "device": device_dict(self.device),
             "skipped": skipped_list(self.skipped),
-            "outcome": self.outcome,
-            "reason": self.reason,
+            **picked(self, "outcome", "reason"),
             "comparison": comparison_dict(self.comparison),
             "checks": [check.as_dict() for check in self.checks],
         }
@@ -209,18 +211,8 @@ def comparison_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     """The figures of a comparison, ready for JSON but for numbers that are not finite."""
     if comparison is None:
         return None
-    index = comparison.worst_index
-    return {
-        "passed": comparison.passed,
-        "max_abs_error": comparison.max_abs_error,
-        "max_error_over_bound": comparison.max_error_over_bound,
-        "normwise_error": comparison.normwise,
-        "normwise_over_bound": comparison.normwise_over_bound,
-        "worst_index": None if index is None else list(index),
-        "worst_value": comparison.worst_value,
-        "worst_reference": comparison.worst_reference,
-        "reason": comparison.reason,
-    }
+    fields = picked(comparison, *vars(comparison))
+    return {"normwise_error" if name == "normwise" else name: value for name, value in fields.items()}
 
 
 # ---- verify ------------------------------------------------------------------------------------------------
@@ -313,19 +305,11 @@ def verify(
         bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
         for loaded in (load_problem(problem) for problem in problems)
     ]
-    return verify_operators(
-        [(operator, case) for operator in operators],
-        device=device,
-        inputs=wanted,
-        seeds=numbers,
-        options=options,
-        progress=progress,
-    )
+    return verify_operators([(each, case) for each in operators], device, wanted, numbers, options, progress)
 
 
 def verify_operators(
     operators: Sequence[tuple[Operator, str | None]],
-    *,
     device: str | Device | None,
     inputs: tuple[str, ...] | None,
     seeds: Sequence[int],
@@ -349,7 +333,7 @@ def verify_operators(
         subjects = [_Subject(operator, request, place, options) for request, place in places]
         sets = [(name, number) for name in sets_for(operator, inputs) for number in seeds]
         for done, (name, number) in enumerate(sets):
-            told = progress and partial(_advance, progress, operator, subjects, done, len(sets))
+            told = progress and part(partial(_advance, progress, operator, subjects), done, len(sets))
             _check_all(operator, subjects, name, number, told)
         results += [subject.finish(case) for subject in subjects]
     return results
@@ -365,16 +349,11 @@ def sets_for(operator: Operator, wanted: tuple[str, ...] | None) -> tuple[str, .
 
 
 def _advance(
-    progress: CheckProgress,
-    operator: Operator,
-    subjects: Sequence[_Subject],
-    done: int,
-    count: int,
-    fraction: float,
+    progress: CheckProgress, operator: Operator, subjects: Sequence[_Subject], fraction: float
 ) -> None:
-    """Turn the progress of one check out of ``count`` into that of a problem's checks."""
+    """Tell how far the checks of a problem are, and where they still run."""
     where = ", ".join(subject.device.id for subject in subjects if not subject.ended)
-    progress(operator.problem.name, where, (done + fraction) / count)
+    progress(operator.problem.name, where, fraction)
 
 
 # ---- one operator on one device ----------------------------------------------------------------------------
@@ -426,7 +405,7 @@ class _Subject:
         """The results of the three runs that differ; None when a later call changed an earlier result."""
         operator = self.operator
         assert self.compiled is not None
-        outputs = [_Output(call(output=poisoned(operator.output_shape, operator.dtype)), "")]
+        outputs = [(call(output=poisoned(operator.output_shape, operator.dtype)), "")]
         fresh = call()
         mark = _checksum(fresh)
         turned = _reversed_batch(operator, tensors)
@@ -434,16 +413,16 @@ class _Subject:
         again = self.compiled.prepare_bound(operator, other)()
         if _checksum(fresh) != mark:
             return None
-        outputs.append(_Output(fresh, "called again without an output array: "))
+        outputs.append((fresh, "called again without an output array: "))
         if turned is not None:
-            outputs.append(_Output(again[::-1], "called again with the batch in reverse order: "))
-        first = outputs[0]
-        return [first, *(output for output in outputs[1:] if not _same(output.array, first.array))]
+            outputs.append((again[::-1], "called again with the batch in reverse order: "))
+        first, *others = outputs
+        return [first, *(output for output in others if not _same(output[0], first[0]))]
 
     def take(self, name: str, seed: int, outputs: Sequence[_Output], found: Sequence[Comparison]) -> None:
         """Make a check of the comparisons of a run's outputs: the worst of them counts."""
         at = max(range(len(found)), key=lambda i: (not found[i].passed, found[i].severity))
-        reason = "" if found[at].passed else outputs[at].what + found[at].reason
+        reason = "" if found[at].passed else outputs[at][1] + found[at].reason
         self.checks.append(Check(name, seed, "passed" if found[at].passed else "failed", reason, found[at]))
 
     def finish(self, case: str | None) -> Verification:
@@ -452,20 +431,8 @@ class _Subject:
         return Verification(name, case, self.device, self.operator, tuple(self.checks), self.skipped)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A result, and how it came about where that has to be said."""
-
-    array: np.ndarray
-    what: str
-
-
 def _check_all(
-    operator: Operator,
-    subjects: Sequence[_Subject],
-    name: str,
-    seed: int,
-    progress: Callable[[float], None] | None,
+    operator: Operator, subjects: Sequence[_Subject], name: str, seed: int, progress: Progress | None
 ) -> None:
     """Check every subject that still runs with one set of inputs, against one reference."""
     tensors = random_tensors(operator, seed, kind=name)
@@ -480,7 +447,7 @@ def _check_all(
                 subject.fail(name, seed, changed)
         else:
             runs.append((subject, outputs))
-    arrays = [output.array for _, outputs in runs for output in outputs]
+    arrays = [array for _, outputs in runs for array, _ in outputs]
     found = iter(verify_results(operator, tensors, arrays, progress) if arrays else [])
     for subject, outputs in runs:
         if outputs:
@@ -493,10 +460,8 @@ def _reversed_batch(operator: Operator, tensors: Mapping[str, np.ndarray]) -> di
     if not parameter or operator.output_shape[0] < 2:
         return None
     batched = batched_tensors(operator, parameter)
-    return {
-        name: np.ascontiguousarray(array[::-1]) if name in batched else array
-        for name, array in tensors.items()
-    }
+    turned = {name: np.ascontiguousarray(tensors[name][::-1]) for name in batched}
+    return {**tensors, **turned}
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -505,51 +470,12 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and np.array_equal(one.view(bits), other.view(bits))
 
 
-def call_on(
-    operator: Operator,
-    tensors: Mapping[str, Any],
-    device: str | Device | None,
-    options: Mapping[str, Any] | None = None,
-) -> PreparedCall:
-    """Prepare a call of ``operator`` with ``tensors``, compiled for the best device of the request.
-
-    Raises:
-        DeviceError: no device of the request can run it.
-        KernelError: it did not build on the device that was named.
-    """
-    return compile_for(operator, device, options).prepare_bound(operator, tensors)
-
-
 def compile_for(
     operator: Operator, device: str | Device | None, options: Mapping[str, Any] | None = None
 ) -> CompiledOperator:
     """``operator`` for the best device of the request, to be compiled at the first call."""
-    problem: Problem = operator.problem
     settings = Settings(device, precision=operator.precision, dtype=operator.dtype, options=options)
-    return CompiledOperator(problem, settings, {**operator.sizes, **operator.scalars}, eager=False)
-
-
-def checked_run(
-    call: PreparedCall,
-    tensors: Mapping[str, np.ndarray],
-    progress: Callable[[float], None] | None = None,
-) -> tuple[np.ndarray, Comparison]:
-    """Run a call into a poisoned array and compare the result with the reference.
-
-    Args:
-        call: what to run.
-        tensors: its input tensors.
-        progress: told the fraction done of the comparison.
-
-    Returns:
-        The result and what the comparison found. An input that was changed is a failure.
-
-    Raises:
-        KernelError: the device failed.
-    """
-    before = checksums(tensors)
-    result = call(output=poisoned(call.operator.output_shape, call.operator.dtype))
-    return result, compare_run(call.operator, tensors, before, result, progress)
+    return CompiledOperator(operator.problem, settings, {**operator.sizes, **operator.scalars}, eager=False)
 
 
 def compare_run(
@@ -557,7 +483,7 @@ def compare_run(
     tensors: Mapping[str, np.ndarray],
     before: Mapping[str, int],
     result: np.ndarray,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Compare a result with the reference, and the inputs with their :func:`checksums` before the run."""
     reason = changed_inputs(before, checksums(tensors))

@@ -131,16 +131,10 @@ def run_child(
 
     limit_s = min(limit_s, LONGEST_S)
     with unwound_by_signals():
+        paths = json.dumps([_absolute(path) for path in sys.path])
+        given = json.dumps([list(arguments), None if folder is None else str(folder)])
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _START,
-                json.dumps([_absolute(path) for path in sys.path]),
-                str(limit_s),
-                function,
-                json.dumps([list(arguments), None if folder is None else str(folder)]),
-            ],
+            [sys.executable, "-c", _START, paths, str(limit_s), function, given],
             stdin=subprocess.PIPE,  # nothing is written: its end tells of ours
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

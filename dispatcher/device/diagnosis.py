@@ -17,7 +17,7 @@ import numpy as np
 from dispatcher import registry
 from dispatcher.device import selftest
 from dispatcher.device.filecache import cache_root
-from dispatcher.device.memory import available_bytes
+from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
 
@@ -64,14 +64,9 @@ def doctor(*, retest: bool = False) -> Diagnosis:
     findings += [_device(device) for device in found]
     working = tuple(device for device in found if device.kind != "reference" and _works(device))
     if not working:
+        detail = "no accelerated device works; everything runs on NumPy"
         findings.append(
-            Finding(
-                "devices",
-                "acceleration",
-                "problem",
-                "no accelerated device works; everything runs on NumPy",
-                "mend one of the problems above",
-            )
+            Finding("devices", "acceleration", "problem", detail, "mend one of the problems above")
         )
     return Diagnosis(tuple(findings), tuple(found), working)
 
@@ -105,14 +100,12 @@ def _host() -> Iterator[Finding]:
             pass
         yield Finding("host", "cache folder", "ok", str(folder))
     except OSError as error:
-        yield Finding(
-            "host",
-            "cache folder",
-            "problem",
+        detail = (
             f"{folder} cannot be written to ({error.strerror}), so devices are tested and kernels compiled "
-            "anew in every process",
-            "set XDG_CACHE_HOME to a folder that can be written to",
+            "anew in every process"
         )
+        remedy = "set XDG_CACHE_HOME to a folder that can be written to"
+        yield Finding("host", "cache folder", "problem", detail, remedy)
     available = available_bytes()
     if available is None:
         yield Finding("host", "memory", "note", "this system does not say how much is available")

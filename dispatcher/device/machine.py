@@ -1,7 +1,9 @@
-"""What is known of this machine: its processor, its caches, the versions of libraries, and how busy others keep it."""
+"""What is known of this machine: processor, caches, memory, versions of libraries, and how busy others keep it."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import time
@@ -11,6 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dispatcher.errors import DeviceMemoryError
+from dispatcher.interface import Device
+from dispatcher.problem.operator import Operator
+
 #: Cores that other programs may keep busy, as a share of the cores that this process may use; at least half a core.
 BUSY_SHARE = 0.25
 #: Seconds for which the machine is watched before anything is timed.
@@ -18,7 +26,18 @@ WATCH_S = 0.3
 #: Last-level cache where the system does not tell.
 COMMON_CACHE_BYTES = 32 << 20
 
+#: Needs below this are not checked: reading the numbers costs more than a small call.
+SMALL_BYTES = 64 << 20
+
 _CPUS = Path("/sys/devices/system/cpu")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = tuple(  # limit and usage, of version 2 and of version 1
+    (Path("/sys/fs/cgroup") / limit, Path("/sys/fs/cgroup") / usage)
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    )
+)
 
 
 def cores() -> int:
@@ -94,10 +113,56 @@ def busy_reason(foreign_cores: float | None) -> str | None:
     allowed = max(0.5, BUSY_SHARE * cores())
     if foreign_cores is None or foreign_cores <= allowed:
         return None
-    return (
-        f"other programs keep {foreign_cores:.2g} of {cores()} cores busy, and more than {allowed:.2g} would "
-        "spoil the times"
-    )
+    busy = f"other programs keep {foreign_cores:.2g} of {cores()} cores busy"
+    return f"{busy}, and more than {allowed:.2g} would spoil the times"
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+def _meminfo(name: str) -> int | None:
+    """The bytes that the system says of ``name``; None where it does not."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in _MEMINFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+def available_bytes() -> int | None:
+    """Bytes that this process may still take without swapping or being killed; None where nobody says."""
+    available = _meminfo("MemAvailable")
+    limits = [] if available is None else [available]
+    for limit, usage in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+            limits.append(int(limit.read_text()) - int(usage.read_text()))
+    return max(0, min(limits)) if limits else None
+
+
+def check_host_memory(operator: Operator, device: Device, with_output: bool) -> None:
+    """Check that a call's result, and what the reference computes it from, fit into the host's memory.
+
+    Args:
+        operator: what will run.
+        device: where; only the reference computes in host memory that it takes itself.
+        with_output: the result has to be allocated too.
+
+    Raises:
+        DeviceMemoryError: they do not; an allocation that big would succeed, and the process be killed later.
+    """
+    needed = math.prod(operator.output_shape) * np.dtype(operator.dtype).itemsize if with_output else 0
+    if (
+        device.kind == "reference"
+    ):  # at least the operand and the result of one step, for one item, in float64
+        needed += max(
+            8 * (math.prod(step.input_shape[1:]) + math.prod(step.shape[1:])) for step in operator.steps
+        )
+    if needed <= SMALL_BYTES:
+        return
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise DeviceMemoryError(
+            f"{operator.problem.name} on {device.id} takes at least {needed} bytes of the host's memory, and "
+            f"{available} are available; use a smaller batch or smaller sizes"
+        )
 
 
 # ---- facts -------------------------------------------------------------------------------------------------
@@ -142,9 +207,7 @@ def machine_facts() -> dict[str, Any]:
         flags = set(fields.get("flags", "").split())
         facts["vector_instructions"] = [name for name in ("avx2", "fma", "avx512f") if name in flags]
         facts["virtual"] = "hypervisor" in flags
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemTotal"):
-                facts["memory_bytes"] = int(line.split()[1]) * 1024
     except OSError:  # another system than Linux
         return facts
-    return facts
+    memory = _meminfo("MemTotal")
+    return facts if memory is None else {**facts, "memory_bytes": memory}

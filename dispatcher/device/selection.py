@@ -24,12 +24,11 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from dispatcher import registry
 from dispatcher.device import selftest
-from dispatcher.device.joining import JoinedDevice, backend_of, join
-from dispatcher.device.splitting import compile_within_memory
+from dispatcher.device.splitting import JoinedDevice, backend_of, compile_within_memory, join
 from dispatcher.errors import (
     BuildError,
     DeviceError,
@@ -100,13 +99,8 @@ class Request:
         return len(self.terms) == 1 and self.terms[0][0] != "auto"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A device that a request reaches, or (without ``device``) the reason why a part of it gives none."""
-
-    label: str
-    device: Device | None
-    reason: str = ""
+#: A device that a request reaches, with its id; or the reason why a part of the request gives none, with that part.
+Candidate = tuple[str, Device | str]
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ def _listed(name: str, retest: bool = False) -> tuple[Device, ...]:
     key = (name, registry.BACKENDS[name])
     with _lock:
         if name in _forked_with:
-            return (_unavailable(name, _forked_with[name]),)
+            return _unavailable(name, _forked_with[name])
         if key not in _probed:
             _probed[key] = _probe(name, retest)
         return _probed[key]
@@ -200,30 +194,23 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
     except (Exception, SystemExit) as error:  # a broken driver library may raise anything when it is imported
         if isinstance(error, InputError) and origin is None:  # a setting of self-tests
             raise
-        return (_unavailable(name, f"the {name} backend cannot be imported: {describe(error)}"),)
+        return _unavailable(name, f"the {name} backend cannot be imported: {describe(error)}")
     if reason:
-        return (
-            _unavailable(
-                name,
-                f"looking for {name} devices {reason} in a child process; `dispatcher doctor` shows "
-                "what is installed, `dispatcher devices --retest` tries again",
-            ),
-        )
+        advice = "`dispatcher doctor` shows what is installed, `dispatcher devices --retest` tries again"
+        return _unavailable(name, f"looking for {name} devices {reason} in a child process; {advice}")
     try:
         found = tuple(backend.probe())
         strangers = [device.backend for device in found if device.backend != name]
     except (Exception, SystemExit) as error:
-        return (_unavailable(name, f"looking for {name} devices failed: {describe(error)}"),)
+        return _unavailable(name, f"looking for {name} devices failed: {describe(error)}")
     if strangers:
-        return (
-            _unavailable(name, f"{name} lists a device of the backend {strangers[0]!r}; expected {name!r}"),
-        )
-    return found or (_unavailable(name, f"{name} found no device"),)
+        return _unavailable(name, f"{name} lists a device of the backend {strangers[0]!r}; expected {name!r}")
+    return found or _unavailable(name, f"{name} found no device")
 
 
-def _unavailable(name: str, reason: str) -> Device:
+def _unavailable(name: str, reason: str) -> tuple[Device]:
     _log.info("%s", reason)
-    return Device(name, 0, name, "unknown", available=False, reason=reason)
+    return (Device(name, 0, name, "unknown", available=False, reason=reason),)
 
 
 def describe(error: BaseException) -> str:
@@ -318,9 +305,9 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield Candidate(label, None, str(error))
+            yield label, str(error)
         else:
-            yield Candidate(device.id, device)
+            yield device.id, device
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -333,10 +320,10 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield Candidate(label, None, device.reason or "it is not available")
+                    yield label, device.reason or "it is not available"
             usable = [device for device in tried if device.available and device.kind == kind]
             for device in sorted(usable, key=selftest.speed, reverse=True):
-                yield Candidate(device.id, device)
+                yield device.id, device
 
 
 def _find_together(request: Request, backend: str) -> tuple[Device, list[Candidate]]:
@@ -349,7 +336,7 @@ def _find_together(request: Request, backend: str) -> tuple[Device, list[Candida
         return join(request.text, [_find(name, selector) for name, selector in request.members]), []
     found = backend_devices(backend)
     _find(backend, "")
-    missing = [Candidate(device.id, None, device.reason or "") for device in found if not device.available]
+    missing: list[Candidate] = [(each.id, each.reason or "") for each in found if not each.available]
     return join(f"{ALL_OF}:{backend}", [device for device in found if device.available]), missing
 
 
@@ -401,10 +388,10 @@ def first_usable(request: Request) -> tuple[Device, tuple[tuple[str, str], ...]]
         DeviceError: it reaches none.
     """
     skipped: list[tuple[str, str]] = []
-    for candidate in candidates(request):
-        if candidate.device is not None:
-            return candidate.device, tuple(skipped)
-        skipped.append((candidate.label, candidate.reason))
+    for label, found in candidates(request):
+        if isinstance(found, Device):
+            return found, tuple(skipped)
+        skipped.append((label, found))
     raise DeviceError(f"{request.origin} {request.text}: no device is usable: {_reasons(skipped)}")
 
 
@@ -430,16 +417,15 @@ def choose(
     failed = failed or {}
     skipped: list[tuple[str, str]] = []
     failure: DispatcherError | None = None
-    for candidate in candidates(request):
-        device = candidate.device
-        if device is None:
-            skipped.append((candidate.label, candidate.reason))
+    for label, device in candidates(request):
+        if isinstance(device, str):
+            skipped.append((label, device))
             continue
         if device.id in failed:
             failure = failed[device.id]
             skipped.append((device.id, describe(failure)))
             continue
-        if any(label == device.id for label, _ in skipped):  # a comma list may reach a device twice
+        if any(other == device.id for other, _ in skipped):  # a comma list may reach a device twice
             continue
         backend = backend_of(device)
         try:
@@ -454,12 +440,11 @@ def choose(
             raise
         except Exception as error:
             failure = as_kernel_error(error, operator, device, "build")
-            if request.named:
-                _raise(failure, error)
-            warn_of_fallback(operator, device, failure)
             reason = describe(failure)
+            if not request.named:
+                warn_of_fallback(operator, device, failure)
         if request.named:
-            raise DeviceError(
+            raise failure or DeviceError(
                 f"{device.id} ({device.name}) cannot run {operator.problem.name}: {reason}; "
                 "choose another device, or auto"
             )
@@ -473,9 +458,11 @@ def as_kernel_error(error: Exception, operator: Operator, device: Device, action
     if isinstance(error, DispatcherError):
         return error
     kind = DeviceMemoryError if isinstance(error, MemoryError) else KernelError
-    return kind(
+    made = kind(
         f"{operator.problem.name} failed to {action} on {device.id} ({device.name}): {describe(error)}"
     )
+    made.__cause__ = error
+    return made
 
 
 def warn_of_fallback(operator: Operator, device: Device, failure: DispatcherError) -> None:
@@ -483,17 +470,8 @@ def warn_of_fallback(operator: Operator, device: Device, failure: DispatcherErro
     log = failure.log.strip() if isinstance(failure, BuildError) else ""
     if log:
         _log.info("the compiler of %s said:\n%s", device.id, log)
-    warnings.warn(
-        f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}",
-        FallbackWarning,
-        stacklevel=2,
-    )
-
-
-def _raise(failure: DispatcherError, error: Exception) -> NoReturn:
-    if failure is error:
-        raise failure
-    raise failure from error
+    text = f"{device.id} ({device.name}) is passed over for {operator.problem.name}: {describe(failure)}"
+    warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
 def _reasons(skipped: Sequence[tuple[str, str]]) -> str:

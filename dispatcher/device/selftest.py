@@ -63,11 +63,6 @@ class SelfTest:
     reason: str = ""
     gflops: float | None = None
 
-    @property
-    def kept(self) -> bool:
-        """False for what may be fixed without a new driver, and is harmless to find out again."""
-        return self.outcome not in ("error", "wrong")
-
 
 def time_limit_s() -> float | None:
     """The time that a self-test may take, or None when self-tests are switched off.
@@ -117,9 +112,8 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
     # How much memory there is may change from day to day.
     facts = sorted((name, str(value)) for name, value in device.facts.items() if not name.endswith("_bytes"))
     key = _key("device", module, device.index, device.name, facts)
-    return _known(
-        key, (module, "device", str(device.index), device.name), f"{device.id} ({device.name})", again
-    )
+    arguments = (module, "device", str(device.index), device.name)
+    return _known(key, arguments, f"{device.id} ({device.name})", again)
 
 
 def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest | None:
@@ -130,9 +124,8 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
-    return _known(
-        _key("listing", module, footprint), (module, "list"), f"looking for devices of {module}", again
-    )
+    key = _key("listing", module, footprint)
+    return _known(key, (module, "list"), f"looking for devices of {module}", again)
 
 
 def _key(*parts: Any) -> str:
@@ -157,7 +150,8 @@ def _known(key: str, arguments: Sequence[str], what: str, again: bool) -> SelfTe
         start = time.perf_counter()
         found, lasting = _run_child(arguments, limit_s)
         _log.info("%s: %s after %.1f s %s", what, found.outcome, time.perf_counter() - start, found.reason)
-        if lasting and found.kept:
+        # The others may be fixed without a new driver, and are harmless to find out again.
+        if lasting and found.outcome not in ("error", "wrong"):
             _cache.put(key, json.dumps(asdict(found)).encode())
     return found
 
@@ -204,15 +198,12 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
     if ended.code is None:
         return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), True
     if ended.signal:
-        return (
-            SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"),
-            ended.signal not in FOREIGN_SIGNALS,
-        )
+        crashed = SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}")
+        return crashed, ended.signal not in FOREIGN_SIGNALS
     if ended.reports and ended.code == 0:
         return SelfTest(**ended.reports[-1]), True
-    return SelfTest(
-        "error", f"{FAILED}: the process ended with exit code {ended.code}{ended.last_line}"
-    ), False
+    reason = f"{FAILED}: the process ended with exit code {ended.code}{ended.last_line}"
+    return SelfTest("error", reason), False
 
 
 def apply(device: Device, found: SelfTest | None) -> Device:
@@ -224,10 +215,8 @@ def apply(device: Device, found: SelfTest | None) -> Device:
         facts["self_test_gflops"] = round(found.gflops, 3)
     if found.outcome not in BARRED:
         return replace(device, facts=facts)
-    reason = (
-        f"its self-test {found.reason}; `dispatcher devices --retest` tries again, "
-        f"{VARIABLE}=off uses it untested"
-    )
+    advice = f"`dispatcher devices --retest` tries again, {VARIABLE}=off uses it untested"
+    reason = f"its self-test {found.reason}; {advice}"
     return replace(device, available=False, reason=reason, facts=facts)
 
 

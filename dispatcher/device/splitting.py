@@ -1,5 +1,7 @@
 """Working on a batch in parts: one after another where memory is short, side by side on several devices.
 
+Of several devices used as one, each takes a share that goes with its measured speed.
+
 An operator can be split when its batch size is a size parameter that means nothing but the batch, and no step
 mixes batch items. Each part is an operator of its own, with a smaller batch.
 """
@@ -14,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DeviceMemoryError
+from dispatcher import registry
+from dispatcher.device.selftest import speed
+from dispatcher.errors import DeviceError, DeviceMemoryError
 from dispatcher.interface import Backend, Device, Executable, PlannedLaunch, Tensors, Timings
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.operator import Operator, bind
@@ -61,11 +65,8 @@ def batch_parameter(operator: Operator) -> tuple[str, str]:
 
 def batched_tensors(operator: Operator, parameter: str) -> set[str]:
     """The names of the input tensors whose first axis is the batch, ``parameter``."""
-    return {
-        tensor.name
-        for tensor in operator.problem.tensors
-        if tensor.shape and str(tensor.shape[0]) == parameter
-    }
+    tensors = operator.problem.tensors
+    return {tensor.name for tensor in tensors if tensor.shape and str(tensor.shape[0]) == parameter}
 
 
 def _expressions(value: Any) -> Iterator[Expression]:
@@ -149,9 +150,9 @@ def _equal_parts(
 
 def shares(batch: int, speeds: Sequence[float]) -> list[int]:
     """Divide ``batch`` items in proportion to speeds; equally where a speed is not known (zero)."""
-    if not all(speed > 0 for speed in speeds):
+    if not all(each > 0 for each in speeds):
         speeds = [1.0] * len(speeds)
-    exact = [batch * speed / sum(speeds) for speed in speeds]
+    exact = [batch * each / sum(speeds) for each in speeds]
     counts = [int(value) for value in exact]
     by_rest = sorted(range(len(counts)), key=lambda place: (counts[place] - exact[place], -speeds[place]))
     for place in by_rest[: batch - sum(counts)]:
@@ -183,10 +184,8 @@ class PartwiseExecutable:
             if len(own) > 1:
                 items += f", {own[0].stop - own[0].start} at a time"
             note = f"{items} on {own[0].place}" if own[0].place else items
-            launches += [
-                replace(launch, note=f"{note}; {launch.note}" if launch.note else note)
-                for launch in executable.launches
-            ]
+            for launch in executable.launches:
+                launches.append(replace(launch, note=f"{note}; {launch.note}" if launch.note else note))
         return launches
 
     def __call__(
@@ -201,11 +200,9 @@ class PartwiseExecutable:
         def run(number: int) -> None:
             part = self._parts[number]
             starts[number] = time.perf_counter()
-            inputs = {
-                name: tensor[part.start : part.stop] if name in self._batched else tensor
-                for name, tensor in tensors.items()
-            }
-            part.executable(inputs, result[part.start : part.stop], own[number])
+            items = slice(part.start, part.stop)
+            inputs = {**tensors, **{name: tensors[name][items] for name in self._batched}}
+            part.executable(inputs, result[items], own[number])
 
         if self._side_by_side:
             from concurrent.futures import ThreadPoolExecutor
@@ -238,3 +235,95 @@ class PartwiseExecutable:
 def part_count(executable: Executable) -> int:
     """Parts of the batch that run one after another."""
     return executable.count if isinstance(executable, PartwiseExecutable) else 1
+
+
+# ---- several devices ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class JoinedDevice(Device):
+    """Devices that are used as one.
+
+    Attributes:
+        members: the devices, in the order in which they take their shares of the batch.
+        label: what a user wrote to name them, such as ``all-of:opencl``.
+    """
+
+    members: tuple[Device, ...] = ()
+    label: str = ""
+
+    @property
+    def id(self) -> str:
+        """What a user writes to name it."""
+        return self.label
+
+
+def join(label: str, members: Sequence[Device]) -> JoinedDevice:
+    """One device out of several usable ones.
+
+    Raises:
+        DeviceError: a device is among them twice.
+    """
+    ids = [member.id for member in members]
+    twice = next((name for name in ids if ids.count(name) > 1), None)
+    if twice is not None:
+        raise DeviceError(f"{label} names {twice} twice; name each device once")
+    kinds = {member.kind for member in members}
+    return JoinedDevice(
+        backend="all-of",
+        index=0,
+        name=" + ".join(f"{member.id} {member.name}" for member in members),
+        kind=kinds.pop() if len(kinds) == 1 else "unknown",
+        facts={member.id: member.name for member in members},
+        members=tuple(members),
+        label=label,
+    )
+
+
+class JoinedBackend:
+    """Hands shares of a batch to the backends of a :class:`JoinedDevice`; see ``Backend``."""
+
+    name = "all-of"
+
+    def probe(self) -> Sequence[Device]:
+        """Nothing of its own: devices are joined on request."""
+        return ()
+
+    def supports(self, operator: Operator, device: Device) -> str | None:
+        """None when every member can run its share."""
+        if len(_members(device)) > 1:
+            parameter, reason = batch_parameter(operator)
+            if not parameter:
+                return f"it cannot be split over the batch: {reason}"
+        for member in _members(device):
+            refusal = registry.backend(member.backend).supports(operator, member)
+            if refusal is not None:
+                return f"{member.id}: {refusal}"
+        return None
+
+    def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> PartwiseExecutable:
+        """Compile each member's share for it."""
+        members = _members(device)
+        batch = operator.output_shape[0]
+        parameter, _ = batch_parameter(operator)
+        counts = shares(batch, [speed(member) for member in members])
+        parts, start = [], 0
+        for member, count in zip(members, counts, strict=True):
+            if count:
+                share = operator if count == batch else with_batch(operator, parameter, count)
+                backend = registry.backend(member.backend)
+                executable = compile_within_memory(backend, share, member, options)
+                parts.append(Part(start, start + count, executable, member.id))
+                start += count
+        return PartwiseExecutable(operator, parameter, parts, side_by_side=True)
+
+
+def _members(device: Device) -> tuple[Device, ...]:
+    assert isinstance(device, JoinedDevice)
+    return device.members
+
+
+JOINED: Backend = JoinedBackend()
+
+
+def backend_of(device: Device) -> Backend:
+    """The backend that runs ``device``, which may be several devices."""
+    return JOINED if isinstance(device, JoinedDevice) else registry.backend(device.backend)

@@ -7,7 +7,6 @@ and binds the operator. :func:`dispatcher.problem.arrays.host_tensor` then turns
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import operator as python_operator
@@ -20,7 +19,7 @@ import numpy as np
 from dispatcher.errors import DtypeError, GeometryError, InputError
 from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
-from dispatcher.problem.messages import brief
+from dispatcher.problem.messages import brief, suggest
 from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import DTYPES, Operator, bind
 
@@ -96,10 +95,8 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 
     def set_size(name: str, argument: str, value: int) -> None:
         if sizes.setdefault(name, value) != value:
-            raise InputError(
-                f"{source[name]} and {argument} contradict each other: {name} would be {sizes[name]} "
-                f"and {value}; give one of them"
-            )
+            both = f"{name} would be {sizes[name]} and {value}"
+            raise InputError(f"{source[name]} and {argument} contradict each other: {both}; give one of them")
         source.setdefault(name, argument)
 
     for name, value in arguments.items():
@@ -124,9 +121,8 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 
 def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> InputError:
     known = [parameter.name for parameter in problem.parameters] + list(triples)
-    close = difflib.get_close_matches(name, known, 1)
-    wanted = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
-    return InputError(f"{problem.name} has no parameter {name!r}; {wanted}")
+    wanted = suggest(name, known) or f"; expected one of {', '.join(known)}"
+    return InputError(f"{problem.name} has no parameter {name!r}{wanted}")
 
 
 def size_value(name: str, value: Any) -> int:
@@ -158,10 +154,8 @@ def triple_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int
         size = size_value(name, value)
         return size, size, size
     if len(value) != 3:
-        raise InputError(
-            f"{name} has {len(value)} values, {brief(value)}; expected one value, or three for "
-            f"{', '.join(long_names)}"
-        )
+        wanted = f"expected one value, or three for {', '.join(long_names)}"
+        raise InputError(f"{name} has {len(value)} values, {brief(value)}; {wanted}")
     d, h, w = (size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
     return d, h, w
 
@@ -183,6 +177,30 @@ def scalar_value(name: str, value: Any) -> float:
     if math.isnan(number):
         raise InputError(f"{name} is nan; expected a number")
     return number
+
+
+def count_value(name: str, value: Any, least: int) -> int:
+    """A whole number of ``least`` or more; NumPy integers count, bool does not.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise InputError(f"{name} is {brief(value)}; expected a whole number of {least} or more")
+    return int(value)
+
+
+def seconds_value(name: str, value: Any, most: float = math.inf) -> float:
+    """A finite number above 0, up to ``most``.
+
+    Raises:
+        InputError: it is anything else.
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" and up to {most:.0f}"
+        raise InputError(f"{name} is {brief(value)}; expected a number of seconds above 0{bound}")
+    return float(value)
 
 
 # ---- step 2: the operator ----------------------------------------------------------------------------------
@@ -273,10 +291,8 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     values = {p.name: p.default for p in problem.parameters if p.default is not None}
     if case is not None:
         if not isinstance(case, str) or case not in problem.cases:
-            raise InputError(
-                f"{problem.name} has no case {brief(case)}; expected one of "
-                f"{', '.join(problem.cases) or '(it has none)'}"
-            )
+            known = ", ".join(problem.cases) or "(it has none)"
+            raise InputError(f"{problem.name} has no case {brief(case)}; expected one of {known}")
         values.update(problem.cases[case])
     return values
 
@@ -336,7 +352,10 @@ def infer_sizes(
     origin = dict.fromkeys(given, "given")
     tensors = [parameter for parameter in problem.tensors if parameter.name in shapes]
     for tensor in tensors:
-        _check_rank(tensor, shapes[tensor.name])
+        axes, wanted = len(shapes[tensor.name]), len(tensor.shape or ())
+        if axes != wanted:
+            got = f"tensor {tensor.name} has shape {shapes[tensor.name]}, {axes} axes"
+            raise InputError(f"{got}; expected {wanted}: {describe_shape(tensor)}")
     direct = {str(extent) for tensor in tensors for extent in tensor.shape or ()}
     for parameter in problem.sizes:
         name = parameter.name
@@ -380,15 +399,6 @@ def _solve(
                     sizes[solution[0]] = solution[1]
                     origin[solution[0]] = f"from axis {axis} of tensor {tensor.name}"
                     found = True
-
-
-def _check_rank(tensor: Parameter, shape: tuple[int, ...]) -> None:
-    wanted = tensor.shape or ()
-    if len(shape) != len(wanted):
-        raise InputError(
-            f"tensor {tensor.name} has shape {shape}, {len(shape)} axes; "
-            f"expected {len(wanted)}: {describe_shape(tensor)}"
-        )
 
 
 def _check_shape(
@@ -445,12 +455,10 @@ def check_options(options: Any) -> None:
     Raises:
         InputError: they are not.
     """
-    if options is None:
+    if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
         return
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise InputError(
-            f"options is {brief(options)}; expected a mapping of names to values, such as {{'algorithm': 'direct'}}"
-        )
+    wanted = "expected a mapping of names to values, such as {'algorithm': 'direct'}"
+    raise InputError(f"options is {brief(options)}; {wanted}")
 
 
 # ---- text to numbers, for the command line -----------------------------------------------------------------

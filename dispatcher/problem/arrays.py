@@ -7,10 +7,10 @@ tensors', or float32 when there are none.
 
 from __future__ import annotations
 
-import math
 import operator as python_operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,77 +139,37 @@ def check_output(
         InputError: it has another shape, dtype or layout, is read-only, or overlaps an input.
     """
     wanted = f"expected a writeable C-contiguous {dtype} array of shape {shape}"
-    if not isinstance(output, np.ndarray):
-        _check_device_output(output, shape, dtype, inputs, name, wanted)
-        return
-    if output.shape != shape:
-        raise InputError(f"{name} has shape {output.shape}; {wanted}")
-    if output.dtype != dtype:
-        raise DtypeError(f"{name} has dtype {output.dtype}; {wanted}")
-    if isinstance(output, np.ma.MaskedArray):
-        raise InputError(f"{name} is a masked array; {wanted}")
+    on_host = isinstance(output, np.ndarray)
+    look = _host_view if on_host else _device_view
+    found = look(output)
+    if found is None:
+        raise InputError(f"{name} is {brief(output)}; {wanted}")
+    if found.shape != shape:
+        raise InputError(f"{name} has shape {found.shape}; {wanted}")
+    if found.dtype != dtype:
+        raise DtypeError(f"{name} has dtype {found.dtype}; {wanted}")
     for problem, holds in (
-        ("not C-contiguous", not output.flags.c_contiguous),
-        ("read-only", not output.flags.writeable),
-        ("not aligned", not output.flags.aligned),
+        ("a masked array", isinstance(found, np.ma.MaskedArray)),
+        ("not C-contiguous", not found.flags.c_contiguous),
+        ("read-only", not found.flags.writeable),
+        ("not aligned", on_host and not found.flags.aligned),
     ):
         if holds:
             raise InputError(f"{name} is {problem}; {wanted}")
     for tensor, array in inputs.items():
-        if isinstance(array, np.ndarray) and np.may_share_memory(output, array):
+        other = look(array)
+        if other is not None and np.may_share_memory(found, other):
             raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
 
 
-def _check_device_output(
-    output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str, wanted: str
-) -> None:
-    span = _device_span(output)
-    if span is None:
-        raise InputError(f"{name} is {brief(output)}; {wanted}")
-    interface = output.__cuda_array_interface__
-    if tuple(interface["shape"]) != shape:
-        raise InputError(f"{name} has shape {tuple(interface['shape'])}; {wanted}")
-    if np.dtype(interface["typestr"]) != dtype:
-        raise DtypeError(f"{name} has dtype {np.dtype(interface['typestr'])}; {wanted}")
-    if interface["data"][1]:
-        raise InputError(f"{name} is read-only; {wanted}")
-    if span[1] - span[0] != math.prod(shape) * np.dtype(dtype).itemsize or not _c_ordered(interface):
-        raise InputError(f"{name} is not C-contiguous; {wanted}")
-    for tensor, array in inputs.items():
-        other = _device_span(array)
-        if other is not None and other[0] < span[1] and span[0] < other[1]:
-            raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+def _host_view(array: Any) -> np.ndarray | None:
+    return array if isinstance(array, np.ndarray) else None
 
 
-def _device_span(array: Any) -> tuple[int, int] | None:
-    """First address and the one past the last of an array on a CUDA device; None for other objects."""
+def _device_view(array: Any) -> np.ndarray | None:
+    """A NumPy array that says where an array on a CUDA device lies, and how: nobody may look at its elements.
+
+    None for other objects.
+    """
     interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None:
-        return None
-    shape = tuple(interface["shape"])
-    start = end = int(interface["data"][0])
-    if 0 in shape:
-        return start, end
-    size = np.dtype(interface["typestr"]).itemsize
-    for extent, stride in zip(shape, _device_strides(interface), strict=True):
-        reach = (extent - 1) * stride
-        start, end = start + min(reach, 0), end + max(reach, 0)
-    return start, end + size
-
-
-def _device_strides(interface: Mapping[str, Any]) -> tuple[int, ...]:
-    strides = interface.get("strides")
-    if strides is not None:
-        return tuple(strides)
-    size = np.dtype(interface["typestr"]).itemsize
-    shape = tuple(interface["shape"])
-    return tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _c_ordered(interface: Mapping[str, Any]) -> bool:
-    plain = _device_strides({**interface, "strides": None})
-    shape = tuple(interface["shape"])
-    return all(
-        extent == 1 or stride == wanted
-        for extent, stride, wanted in zip(shape, _device_strides(interface), plain, strict=True)
-    )
+    return None if interface is None else np.asarray(SimpleNamespace(__array_interface__=interface))

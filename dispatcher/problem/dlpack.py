@@ -53,21 +53,17 @@ _NAME = b"dltensor"  # a consumer renames the capsule and calls the deleter itse
 _TAKEN_NAME = b"used_dltensor"
 
 
-#: Functions of Python itself, with types of our own: those of ``ctypes.pythonapi`` belong to everybody.
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi)
-)
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_set_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_SetName", ctypes.pythonapi)
-)
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)(
-    ("PyCapsule_New", ctypes.pythonapi)
+def _of_python(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of Python itself, with types of our own: those of ``ctypes.pythonapi`` belong to everybody."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+_is_valid = _of_python("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
+_get_pointer = _of_python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+_set_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+_pointer_of = _of_python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_new_capsule = _of_python(
+    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor
 )
 
 
@@ -89,19 +85,9 @@ def capsule(owner: Any, address: int, shape: tuple[int, ...], dtype: np.dtype[An
     """A capsule for a C-contiguous array at ``address``; keeps ``owner`` alive as long as it is in use."""
     extents = (ctypes.c_int64 * len(shape))(*shape)
     steps = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-    managed = ManagedTensor(
-        _Tensor(
-            address,
-            _Device(KDL_CUDA, device),
-            len(shape),
-            _DataType(_KDL_FLOAT, 8 * dtype.itemsize, 1),
-            extents,
-            steps,
-            0,
-        ),
-        None,
-        _delete,
-    )
+    kind = _DataType(_KDL_FLOAT, 8 * dtype.itemsize, 1)
+    tensor = _Tensor(address, _Device(KDL_CUDA, device), len(shape), kind, extents, steps, 0)
+    managed = ManagedTensor(tensor, None, _delete)
     where = ctypes.addressof(managed)
     _exported[where] = (managed, extents, steps, owner)
     return _new_capsule(where, _NAME, _destroy)
@@ -156,14 +142,9 @@ def take(name: str, value: Any) -> TakenArray:
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(size * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     _set_name(handed, _TAKEN_NAME)
+    place = ((tensor.data or 0) + tensor.byte_offset, False)
     result = TakenArray(
-        {
-            "shape": shape,
-            "typestr": f"<f{size}",
-            "data": ((tensor.data or 0) + tensor.byte_offset, False),
-            "strides": strides,
-            "version": 3,
-        }
+        {"shape": shape, "typestr": f"<f{size}", "data": place, "strides": strides, "version": 3}
     )
     weakref.finalize(result, _give_back, address)
     return result

@@ -25,14 +25,12 @@ def problem_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PROBLEM_FOLDER.glob("*.yaml")))
 
 
-@cache
-def _bundled(name: str) -> Problem:
-    return _read_problem(_PROBLEM_FOLDER / f"{name}.yaml")
-
-
 def _read_problem(path: Path) -> Problem:
     mapping, locate = read_yaml(path)
     return problem_from_mapping(mapping, path=path, locate=locate)
+
+
+_bundled = cache(_read_problem)  # what comes with the package does not change
 
 
 def load_problem(problem: ProblemLike) -> Problem:
@@ -58,7 +56,7 @@ def load_problem(problem: ProblemLike) -> Problem:
     text = os.fspath(problem)
     names = problem_names()
     if isinstance(problem, str) and problem in names:
-        return _bundled(problem)
+        return _bundled(_PROBLEM_FOLDER / f"{problem}.yaml")
     looks_like_path = "/" in text or "\\" in text or text.lower().endswith((".yaml", ".yml"))
     if looks_like_path or isinstance(problem, os.PathLike) or os.path.isfile(text):
         return _read_problem(Path(text))

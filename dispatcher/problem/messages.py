@@ -1,4 +1,4 @@
-"""Values, names and places as messages have them: short, on one line."""
+"""Values, names and places as messages have them, short and on one line; and as JSON has them."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ def brief(value: Any) -> str:
     except ValueError:  # an integer with too many digits to print
         return f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def plain(value: Any) -> Any:
+    """``value`` with lists in place of tuples and dicts in place of other mappings, ready for JSON."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def picked(owner: object, *names: str) -> dict[str, Any]:
+    """Attributes of ``owner`` by name, each as :func:`plain` gives it."""
+    return {name: plain(getattr(owner, name)) for name in names}

@@ -25,6 +25,7 @@ from dispatcher.ops.steps import (
     ValueOperand,
 )
 from dispatcher.ops.vocabulary import VOCABULARY
+from dispatcher.problem.messages import picked
 from dispatcher.problem.model import Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
@@ -97,18 +98,17 @@ class Operator:
 
 def operator_dict(operator: Operator) -> dict[str, Any]:
     """What an operator computes, ready for JSON."""
-    return {
-        "problem": operator.problem.name,
-        "title": operator.problem.title,
-        "dtype": operator.dtype,
-        "precision": operator.precision,
-        "sizes": dict(operator.sizes),
-        "scalars": dict(operator.scalars),
-        "tensor_shapes": {name: list(shape) for name, shape in operator.tensor_shapes.items()},
-        "output_shape": list(operator.output_shape),
-        "flops": operator.flops,
-        "ideal_bytes": operator.ideal_bytes,
-    }
+    names = (
+        "dtype",
+        "precision",
+        "sizes",
+        "scalars",
+        "tensor_shapes",
+        "output_shape",
+        "flops",
+        "ideal_bytes",
+    )
+    return {"problem": operator.problem.name, "title": operator.problem.title, **picked(operator, *names)}
 
 
 def check_precision(precision: Any) -> None:
@@ -165,16 +165,9 @@ def bind(
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
-    return Operator(
-        problem,
-        MappingProxyType(dict(sizes)),
-        MappingProxyType(dict(scalars)),
-        dtype,
-        precision,
-        tuple(binder.pipeline.steps),
-        source,
-        MappingProxyType(shapes),
-    )
+    frozen_sizes, frozen_scalars = MappingProxyType(dict(sizes)), MappingProxyType(dict(scalars))
+    steps, frozen_shapes = tuple(binder.pipeline.steps), MappingProxyType(shapes)
+    return Operator(problem, frozen_sizes, frozen_scalars, dtype, precision, steps, source, frozen_shapes)
 
 
 class _Binder:

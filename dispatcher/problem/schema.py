@@ -24,26 +24,9 @@ from dispatcher.problem.yamlfile import Locate
 #: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
 INTERFACE_NAMES = frozenset(
     (
-        "against",
-        "case",
-        "check",
-        "device",
-        "devices",
-        "dtype",
-        "force",
-        "inputs",
-        "options",
-        "precision",
-        "problem",
-        "problems",
-        "progress",
-        "repeats",
-        "seed",
-        "seeds",
-        "self",
-        "time_limit_s",
-        "trace",
-        "warmup",
+        *("against", "case", "check", "device", "devices", "dtype", "force", "inputs", "options"),
+        *("precision", "problem", "problems", "progress", "repeats", "seed", "seeds", "self"),
+        *("time_limit_s", "trace", "warmup"),
     )
 )
 #: Short-hands for three sizes.
@@ -80,6 +63,9 @@ class _ProblemReader:
             where = f"{show_path(self.path)}:{self.locate(keys)}: "
         return ProblemFileError(where + (f"{dotted(keys)}: " if keys else "") + message)
 
+    def unexpected(self, keys: KeyPath, value: Any, wanted: str) -> ProblemFileError:
+        return self.fail(keys, f"got {show(value)}; expected {wanted}")
+
     def check_keys(
         self, keys: KeyPath, value: Mapping[Any, Any], allowed: Collection[str], required: Collection[str]
     ) -> None:
@@ -87,43 +73,34 @@ class _ProblemReader:
             if not isinstance(key, str):
                 raise self.fail(keys, f"a key is {show(key)}; expected a text")
             if key not in allowed:
-                raise self.fail(
-                    (*keys, key),
-                    f"unknown key {show(key)}; expected {name_list(allowed)}{suggest(key, allowed)}",
-                )
+                wanted = f"expected {name_list(allowed)}{suggest(key, allowed)}"
+                raise self.fail((*keys, key), f"unknown key {show(key)}; {wanted}")
         for key in required:
             if key not in value:
                 raise self.fail(keys, f"the key {key!r} is missing; add it")
 
     def entries(self, keys: KeyPath, value: Any, what: str) -> list[Any] | tuple[Any, ...]:
         if not isinstance(value, list | tuple) or not value:
-            raise self.fail(keys, f"got {show(value)}; expected a list of {what}")
+            raise self.unexpected(keys, value, f"a list of {what}")
         return value
 
     def text(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str):
-            raise self.fail(keys, f"got {show(value)}; expected a text")
+            raise self.unexpected(keys, value, "a text")
         stripped = value.strip()
         if not stripped.isprintable() or len(stripped) > _MAX_TEXT:
-            raise self.fail(
-                keys, f"got {show(value)}; expected one line of text, {_MAX_TEXT} characters at most"
-            )
+            raise self.unexpected(keys, value, f"one line of text, {_MAX_TEXT} characters at most")
         return stripped
 
     def label(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str) or not _LABEL.fullmatch(value):
-            raise self.fail(
-                keys, f"got {show(value)}; expected a name of letters, digits, '-' and '_', 100 at most"
-            )
+            raise self.unexpected(keys, value, "a name of letters, digits, '-' and '_', 100 at most")
         return value
 
     def identifier(self, keys: KeyPath, value: Any) -> str:
         if not isinstance(value, str) or not _IDENTIFIER.fullmatch(value) or keyword.iskeyword(value):
-            raise self.fail(
-                keys,
-                f"got {show(value)}; expected a Python identifier (letters, digits and '_', no keyword), "
-                "64 characters at most",
-            )
+            wanted = "a Python identifier (letters, digits and '_', no keyword), 64 characters at most"
+            raise self.unexpected(keys, value, wanted)
         return value
 
     def choice(self, keys: KeyPath, value: Any, choices: Collection[str]) -> str:
@@ -141,7 +118,7 @@ class _ProblemReader:
             raise self.fail(keys, f"got {self.kind(value)}; expected an integer{hint}")
         result = int(value)
         if not least <= result <= MAX_VALUE:
-            raise self.fail(keys, f"got {show(result)}; expected an integer from {least} to 2**63 - 1")
+            raise self.unexpected(keys, result, f"an integer from {least} to 2**63 - 1")
         return result
 
     def number(self, keys: KeyPath, value: Any) -> float:
@@ -152,7 +129,7 @@ class _ProblemReader:
         try:
             result = float(value)
         except OverflowError:
-            raise self.fail(keys, f"got {show(value)}; expected a number that a double can hold") from None
+            raise self.unexpected(keys, value, "a number that a double can hold") from None
         if math.isnan(result):
             raise self.fail(keys, "got nan; expected a number")
         return result
@@ -170,13 +147,10 @@ class _ProblemReader:
 
     def read_parameters(self, raw: Any) -> None:
         entries = self.entries(("parameters",), raw, "parameters")
-        sizes = [
-            entry["name"]
-            for entry in entries
-            if isinstance(entry, Mapping)
-            and entry.get("type") == "size_t"
-            and isinstance(entry.get("name"), str)
+        mappings = [
+            entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "size_t"
         ]
+        sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
         for index, entry in enumerate(entries):
             parameter = self.parameter(("parameters", index), entry, sizes)
             if parameter.name in self.parameters:
@@ -195,12 +169,12 @@ class _ProblemReader:
 
     def parameter(self, keys: KeyPath, entry: Any, sizes: Collection[str]) -> Parameter:
         if not isinstance(entry, Mapping):
-            raise self.fail(keys, f"got {show(entry)}; expected a mapping with name and type")
+            raise self.unexpected(keys, entry, "a mapping with name and type")
         self.check_keys(keys, entry, ("name", "type", "const", "shape", "default"), ("name", "type"))
         name = self.identifier((*keys, "name"), entry["name"])
         kind = cast(ParameterType, self.choice((*keys, "type"), entry["type"], get_args(ParameterType)))
         is_tensor = kind == "tensor"
-        for key in ("const", "shape") if not is_tensor else ("default",):
+        for key in ("default",) if is_tensor else ("const", "shape"):
             if key in entry:
                 raise self.fail((*keys, key), f"{name} is a {kind}, which takes no {key!r}; remove it")
         const = entry.get("const", False)
@@ -245,11 +219,8 @@ class _ProblemReader:
             raise self.fail(keys, str(error)) from None
         for name in sorted(expression.names):
             if name not in sizes:
-                raise self.fail(
-                    keys,
-                    f"{name!r} is not a size_t parameter; expected an expression over {name_list(sizes)}"
-                    f"{suggest(name, sizes)}",
-                )
+                wanted = f"expected an expression over {name_list(sizes)}{suggest(name, sizes)}"
+                raise self.fail(keys, f"{name!r} is not a size_t parameter; {wanted}")
         self.used |= expression.names
         return expression
 
@@ -264,11 +235,9 @@ class _ProblemReader:
                 )
         for name, parameter in self.parameters.items():
             if name not in self.used and (parameter.type != "tensor" or parameter.const):
-                position = list(self.parameters).index(name)
-                raise self.fail(
-                    ("parameters", position),
-                    f"{name} is used by no step and no shape; remove it or name it in the pipeline",
-                )
+                place = ("parameters", list(self.parameters).index(name))
+                unused = f"{name} is used by no step and no shape"
+                raise self.fail(place, f"{unused}; remove it or name it in the pipeline")
         return steps
 
     def step(self, keys: KeyPath, index: int, entry: Any) -> StepSpec:
@@ -295,11 +264,9 @@ class _ProblemReader:
             name = self.choice(keys, entry["from"], tensors) if "from" in entry else tensors[0]
             shape = self.parameters[name].shape
             if shape is None or len(shape) != 5:
-                raise self.fail(
-                    keys if "from" in entry else keys[:-1],
-                    f"the pipeline's input {name} has {len(shape or ())} axes; expected 5 "
-                    "(batch, channel, depth, height, width)",
-                )
+                got = f"the pipeline's input {name} has {len(shape or ())} axes"
+                wanted = "expected 5 (batch, channel, depth, height, width)"
+                raise self.fail(keys if "from" in entry else keys[:-1], f"{got}; {wanted}")
             self.input_name = name
             self.used.add(name)
             return name if "from" in entry else None
@@ -324,9 +291,7 @@ class _ProblemReader:
             case "triple":
                 parts = value if isinstance(value, list | tuple) else (value,) * 3
                 if len(parts) != 3:
-                    raise self.fail(
-                        keys, f"got {show(value)}; expected one value, or a list of 3 (depth, height, width)"
-                    )
+                    raise self.unexpected(keys, value, "one value, or a list of 3 (depth, height, width)")
                 listed = isinstance(value, list | tuple)
                 return tuple(
                     self.expression((*keys, i) if listed else keys, part, self.named("size_t"))
@@ -357,11 +322,8 @@ class _ProblemReader:
         if value not in names:
             what = "a double parameter" if kind.kind == "scalar" else "a parameter or an earlier result"
             hint = self.hint(value)
-            raise self.fail(
-                keys,
-                f"got {show(value)}; expected a number, or the name of {what} ({name_list(names)})"
-                f"{hint or suggest(value, names)}",
-            )
+            wanted = f"a number, or the name of {what} ({name_list(names)}){hint or suggest(value, names)}"
+            raise self.unexpected(keys, value, wanted)
         if value in self.results:
             self.read_steps.add(self.results[value])
         else:
@@ -397,7 +359,7 @@ class _ProblemReader:
 
     def read_cases(self, raw: Any) -> dict[str, Mapping[str, Number]]:
         if not isinstance(raw, Mapping):
-            raise self.fail(("cases",), f"got {show(raw)}; expected a mapping from case names to values")
+            raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
             self.label(("cases",), name): MappingProxyType(self.case(("cases", name), values))
             for name, values in raw.items()
@@ -405,7 +367,7 @@ class _ProblemReader:
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:
         if not isinstance(raw, Mapping):
-            raise self.fail(keys, f"got {show(raw)}; expected a mapping from parameter names to values")
+            raise self.unexpected(keys, raw, "a mapping from parameter names to values")
         settable = {name: p for name, p in self.parameters.items() if p.type != "tensor"}
         missing = [name for name, p in settable.items() if p.default is None and name not in raw]
         self.check_keys(keys, raw, settable, ())
@@ -423,11 +385,8 @@ class _ProblemReader:
         values = {p.name: p.default for p in self.parameters.values() if p.default is not None}
         values.update(problem.cases[name])
         try:
-            bind(
-                problem,
-                {p.name: int(values[p.name]) for p in problem.sizes},
-                {p.name: float(values[p.name]) for p in problem.scalars},
-            )
+            sizes = {p.name: int(values[p.name]) for p in problem.sizes}
+            bind(problem, sizes, {p.name: float(values[p.name]) for p in problem.scalars})
         except InputError as error:
             raise self.fail(("cases", name), str(error)) from None
 
@@ -463,16 +422,8 @@ def problem_from_mapping(
     tolerance = reader.number(("tolerance",), mapping.get("tolerance", 1.0))
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
-    problem = Problem(
-        name,
-        title,
-        origin,
-        tuple(reader.parameters.values()),
-        pipeline,
-        MappingProxyType(cases),
-        tolerance,
-        path,
-    )
+    parameters, known_cases = tuple(reader.parameters.values()), MappingProxyType(cases)
+    problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path)
     for case in cases:
         reader.check_case(problem, case)
     return problem

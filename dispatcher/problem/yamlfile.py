@@ -39,19 +39,13 @@ _AMBIGUOUS = re.compile(
 )
 _WORDS: dict[str, bool | float | None] = {
     spelling: value
-    for word, value in (
-        ("", None),
-        ("~", None),
-        ("null", None),
-        ("true", True),
-        ("false", False),
-        (".inf", math.inf),
-        ("+.inf", math.inf),
-        ("-.inf", -math.inf),
-        (".nan", math.nan),
+    for words, value in (
+        (("", "~", "null"), None), (("true",), True), (("false",), False),
+        ((".inf", "+.inf"), math.inf), (("-.inf",), -math.inf), ((".nan",), math.nan),
     )
+    for word in words
     for spelling in (word, word.title(), word.upper())
-}
+}  # fmt: skip
 
 #: What PyYAML says it was reading when something was not closed: the fault is shown where that began.
 _OPENED = (
@@ -203,11 +197,8 @@ class _YamlReader:
             if key == "<<" and event.style is None:
                 raise self.fail(key_line, keys, "merge keys (<<) are not supported; write the keys out")
             if key in node.value:
-                raise self.fail(
-                    key_line,
-                    (*keys, key),
-                    f"duplicate key, first given on line {node.key_lines[key]}; keep one",
-                )
+                before = f"duplicate key, first given on line {node.key_lines[key]}"
+                raise self.fail(key_line, (*keys, key), f"{before}; keep one")
             child = self.build(self.next((*keys, key)), (*keys, key), depth + 1)
             node.add(key, key_line, child)
             node.value[key] = child.value
@@ -227,12 +218,9 @@ class _YamlReader:
                 raise self.fail(line, keys, f"got {show(text)}; expected a smaller number")
             return value
         if _AMBIGUOUS.fullmatch(text):
-            raise self.fail(
-                line,
-                keys,
-                f"got {show(text)}, which YAML readers take for different numbers; "
-                "expected a plain decimal number, or quotes around a text",
-            )
+            wanted = "expected a plain decimal number, or quotes around a text"
+            got = f"got {show(text)}, which YAML readers take for different numbers"
+            raise self.fail(line, keys, f"{got}; {wanted}")
         return text
 
 

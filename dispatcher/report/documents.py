@@ -39,10 +39,11 @@ def _json_ready(value: Any) -> Any:
 # ---- problems ----------------------------------------------------------------------------------------------
 def problems_document(problems: Sequence[Problem]) -> dict[str, Any]:
     """The names of problems, and what they are."""
-    keys = ("name", "title", "origin")
+    from dispatcher.problem.messages import picked
+
     return {
         "problems": [
-            {**{key: getattr(each, key) for key in keys}, "cases": list(each.cases)} for each in problems
+            {**picked(each, "name", "title", "origin"), "cases": list(each.cases)} for each in problems
         ]
     }
 
@@ -50,34 +51,32 @@ def problems_document(problems: Sequence[Problem]) -> dict[str, Any]:
 def problem_document(problem: Problem) -> dict[str, Any]:
     """All that a problem file says, with what can be given for several parameters at once."""
     from dispatcher.problem.arguments import shorthands
+    from dispatcher.problem.messages import picked
 
+    parameters = [
+        {
+            **picked(parameter, "name", "type"),
+            "input": parameter.type != "tensor" or parameter.const,
+            "shape": None if parameter.shape is None else [_extent(extent) for extent in parameter.shape],
+            "default": parameter.default,
+        }
+        for parameter in problem.parameters
+    ]
+    steps = [
+        {
+            **picked(step, "op", "source", "result"),
+            "fields": {key: _field(key, step.fields[key]) for key in step.fields},
+        }
+        for step in problem.pipeline
+    ]
     return {
-        "name": problem.name,
-        "title": problem.title,
-        "origin": problem.origin,
+        **picked(problem, "name", "title", "origin"),
         "path": None if problem.path is None else str(problem.path),
         "tolerance": problem.tolerance,
-        "parameters": [
-            {
-                "name": parameter.name,
-                "type": parameter.type,
-                "input": parameter.type != "tensor" or parameter.const,
-                "shape": None if parameter.shape is None else [_extent(extent) for extent in parameter.shape],
-                "default": parameter.default,
-            }
-            for parameter in problem.parameters
-        ],
-        "pipeline": [
-            {
-                "op": step.op,
-                "source": step.source,
-                "result": step.result,
-                "fields": {name: _field(name, value) for name, value in step.fields.items()},
-            }
-            for step in problem.pipeline
-        ],
-        "cases": {name: dict(values) for name, values in problem.cases.items()},
-        "shorthands": {name: list(names) for name, names in shorthands(problem).items()},
+        "parameters": parameters,
+        "pipeline": steps,
+        "cases": problem.cases,
+        "shorthands": shorthands(problem),
     }
 
 
@@ -102,25 +101,23 @@ def _field(name: str, value: Any) -> Any:
 # ---- benchmarks --------------------------------------------------------------------------------------------
 def bench_document(bound: Sequence[tuple[Operator, str | None]], races: Sequence[Race]) -> dict[str, Any]:
     """What ``bench`` measured: a race for each operator with its case."""
+    from dispatcher.problem.messages import picked
     from dispatcher.timing.racing import environment, protocol
 
     runs = [(operator.problem.name, case, race) for (operator, case), race in zip(bound, races, strict=True)]
+    failures = [
+        {"problem": name, "device": failure.name, "reason": failure.reason}
+        for name, _, race in runs
+        for failure in race.failures
+    ]
     return {
         **environment(),
         "protocol": protocol(),
         "results": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.results],
         "peers": [{**each.as_dict(), "case": case} for _, case, race in runs for each in race.peers],
-        "failures": [
-            {"problem": name, "device": failure.name, "reason": failure.reason}
-            for name, _, race in runs
-            for failure in race.failures
-        ],
+        "failures": failures,
         "races": [
-            {
-                "problem": name,
-                "case": case,
-                **{key: getattr(race, key) for key in ("rounds", "settled", "foreign_cores")},
-            }
+            {"problem": name, "case": case, **picked(race, "rounds", "settled", "foreign_cores")}
             for name, case, race in runs
         ],
     }

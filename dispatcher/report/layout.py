@@ -154,9 +154,9 @@ def count(value: float) -> str:
     return f"{value:g} "
 
 
-def optional(value: float | None, form: str = ".3g") -> str:
+def optional(value: float | None) -> str:
     """A number; empty where it is not known."""
-    return "" if value is None else format(value, form)
+    return "" if value is None else format(value, ".3g")
 
 
 def assignments(values: Mapping[str, object]) -> list[str]:

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,14 +54,14 @@ class _Command:
         debug: --debug is.
         answered: its JSON document was printed, or at least begun.
         told: what stderr has been told of devices that were passed over, so that it is told once.
-        environment: variables that an option has changed, and what they were before.
+        undo: takes back what was changed for it.
     """
 
     as_json: bool = False
     debug: bool = False
     answered: bool = False
     told: set[str] = field(default_factory=set)
-    environment: dict[str, str | None] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 _command = _Command()
@@ -73,32 +73,12 @@ def prepared(arguments: Sequence[str]) -> Iterator[None]:
     """Get ready for the command that ``arguments`` make up, and take back afterwards what was changed for it."""
     global _command  # noqa: PLW0603 (one command runs at a time)
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    _command = _Command(as_json="--json" in options)
-    logger = logging.getLogger(_LOGGER)
-    level, handlers, handler = logger.level, logger.handlers[:], signal.getsignal(signal.SIGTERM)
-    try:
-        with _stderr_somewhere(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is not handler:
-            signal.signal(signal.SIGTERM, handler)
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        for name, before in _command.environment.items():
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
-
-
-@contextmanager
-def _stderr_somewhere() -> Iterator[None]:
-    """Where stderr is closed, what goes there goes nowhere; without that, print() would take stdout."""
-    if sys.stderr is not None:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+    with ExitStack() as undo:
+        _command = _Command(as_json="--json" in options, undo=undo)
+        if sys.stderr is None:  # what goes there goes nowhere; without that, print() would take stdout
+            undo.enter_context(redirect_stderr(undo.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        undo.enter_context(warnings.catch_warnings())
+        warnings.showwarning = _show_warning
         yield
 
 
@@ -110,7 +90,7 @@ def raise_when_terminated() -> None:
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
+        _command.undo.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, terminate))
 
 
 def log_to_stderr(level: int) -> None:
@@ -119,13 +99,19 @@ def log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger = logging.getLogger(_LOGGER)
+    _command.undo.callback(logger.setLevel, logger.level)
+    _command.undo.callback(logger.removeHandler, handler)
     logger.addHandler(handler)
     logger.setLevel(level)
 
 
 def change_environment(name: str, value: str) -> None:
     """Set an environment variable until the command ends."""
-    _command.environment.setdefault(name, os.environ.get(name))
+    before = os.environ.get(name)
+    if before is None:
+        _command.undo.callback(os.environ.pop, name, None)
+    else:
+        _command.undo.callback(os.environ.update, {name: before})
     os.environ[name] = value
 
 
@@ -196,11 +182,6 @@ def progress(what: str, steps: int = 2) -> Iterator[Advance]:
         task = bar.add_task(what, total=1.0)
         bar.refresh()
         yield lambda done: bar.update(task, completed=done, refresh=True)
-
-
-def part(advance: Advance, number: int, count: int) -> Callable[..., None]:
-    """Turn the progress of one thing out of ``count``, the last argument that it is told, into that of all."""
-    return lambda *told: advance((number + told[-1]) / count)
 
 
 def one_line(error: BaseException) -> str:

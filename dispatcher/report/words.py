@@ -267,18 +267,11 @@ def complain_of_verification(results: Sequence[Verification], everywhere: bool) 
 # ---- times -------------------------------------------------------------------------------------------------
 def say_tuned(results: Sequence[TuneResult]) -> None:
     """The winners."""
-    rows = [
-        (
-            *(
-                result.problem,
-                result.device,
-                " ".join(assignments(result.best)) or "the default",
-                result.clock,
-            ),
-            *(seconds(result.best_s), seconds(result.default_s), f"{result.gain:.2f}"),
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        best = " ".join(assignments(result.best)) or "the default"
+        times = seconds(result.best_s), seconds(result.default_s)
+        rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}"))
     say(table(("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN"), rows))
 
 
@@ -309,13 +302,11 @@ def say_races(races: Sequence[Race]) -> None:
             )
         )
         where = [
-            ""
-            if part is None
-            else "shared"
-            if each.shared_memory and part is not kernel
-            else seconds(part.median_s)
+            "" if part is None else seconds(part.median_s)
             for part in (each.warm.upload, kernel, each.warm.download)
         ]
+        if each.shared_memory:  # nothing is uploaded or downloaded
+            where = ["shared" if cell and at != 1 else cell for at, cell in enumerate(where)]
         spent = seconds(each.compile_s), seconds(each.first_s)
         parts.append((name, each.name, *spent, *where, each.clock or each.clock_note))
     headers = ("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "MIN", "COLD", "KERNEL")

@@ -13,7 +13,7 @@ import numpy as np
 from dispatcher.errors import InputError
 
 if TYPE_CHECKING:
-    from dispatcher.timing.results import Measured, PeerBenchmark, Race
+    from dispatcher.timing.results import Measured, Race
 
 #: Ours in one hue, the peers in muted ones that differ in lightness as well.
 OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14", "#f7b799")
@@ -206,7 +206,8 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
                     reached = (operator.flops / operator.ideal_bytes, gflops)
             entries.append(_entry(result, result.name, True, reached))
         for peer in race.peers if race.results else ():
-            entries.append(_entry(peer, _peer_name(peer), False))
+            where = "" if peer.place == "cpu" else f" ({peer.place})"
+            entries.append(_entry(peer, f"{peer.name}{where}", False))
     panel = Panel(
         ("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"), entries, roofs
     )
@@ -219,7 +220,3 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
 def _entry(each: Measured, who: str, ours: bool, reached: tuple[float, float] | None = None) -> Entry:
     times_s = (each.median_s, *each.quartiles_s)
     return Entry(short(each.operator.problem.name), who, ours, times_s, reached)
-
-
-def _peer_name(peer: PeerBenchmark) -> str:
-    return peer.name if peer.place == "cpu" else f"{peer.name} ({peer.place})"

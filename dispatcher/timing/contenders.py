@@ -16,16 +16,14 @@ from dispatcher import registry
 from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_results
 from dispatcher.check.verifying import checksums, compile_for
 from dispatcher.device import machine
-from dispatcher.device.joining import JoinedDevice, backend_of
 from dispatcher.device.selection import describe
-from dispatcher.device.splitting import batch_parameter, batched_tensors, with_batch
+from dispatcher.device.splitting import JoinedDevice, backend_of, batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import DispatcherError, InputError, KernelError, VerificationError
-from dispatcher.interface import Device, Measurable, Roofline, Timings
+from dispatcher.interface import Device, Measurable, Roofline, Tensors, Timings
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
-from dispatcher.timing.rounds import timed
-from dispatcher.timing.sampling import Times, host_caches, seconds_since
+from dispatcher.timing.sampling import Times, host_caches, seconds_since, timed
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +31,6 @@ _log = logging.getLogger(__name__)
 PENDING_BYTES = 1 << 30
 #: A device's clock may run this much faster than the host's before it counts as wrong.
 CLOCK_SLACK = 1.1
-
-Tensors = Mapping[str, np.ndarray]
 
 
 # ---- those who compute -------------------------------------------------------------------------------------
@@ -64,9 +60,11 @@ class Contender:
         calls: calls made until now.
         seen: digests of results that were right, or wait to be verified.
         comparison: the worst check of its results.
+        witness: looks at every result; None for no checks.
     """
 
     slack = 1.0
+    witness: Witness | None = None
 
     def __init__(self, operator: Operator, name: str, where: str, device: Device | None = None) -> None:
         self.operator, self.name, self.where, self.device = operator, name, where, device
@@ -101,22 +99,19 @@ class Contender:
     def done(self, result: np.ndarray) -> None:
         """What has to be done after a call, outside the time."""
 
-    def turn(self, witness: Witness | None) -> None:
+    def turn(self) -> None:
         """One sample of everything."""
         for state in STATES:
             samples = self.samples[state]
-            samples.wall.append(self.call(witness, state))
+            samples.wall.append(self.call(state))
             timings = Timings()
-            wall_s = self.call(witness, state, timings)
+            wall_s = self.call(state, timings)
             self._take(samples, timings, wall_s)
 
-    def call(
-        self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
-    ) -> float:
+    def call(self, state: State | None = None, timings: Timings | None = None) -> float:
         """Seconds of a call, whose result is looked at outside the time.
 
         Args:
-            witness: looks at the result.
             state: what the caches are brought into first; None leaves them alone.
             timings: filled in by the call.
         """
@@ -132,8 +127,8 @@ class Contender:
         result = self.run(timings)
         seconds = seconds_since(start)
         self.first_s = self.first_s or seconds
-        if witness is not None:
-            witness.see(self, result)
+        if self.witness is not None:
+            self.witness.see(self, result)
         self.done(result)
         return seconds
 
@@ -144,9 +139,8 @@ class Contender:
         if not all(0.0 <= part < math.inf for part in parts):
             self.clock_note = f"the device's clock gave {parts} seconds for upload, kernel and download"
         elif sum(parts) > CLOCK_SLACK * wall_s:
-            self.clock_note = (
-                f"the device's clock gave {sum(parts):.3g} s for what took {wall_s:.3g} s on the host's"
-            )
+            took = f"{sum(parts):.3g} s for what took {wall_s:.3g} s on the host's"
+            self.clock_note = f"the device's clock gave {took}"
         self.clocks.add(timings.clock or "unknown")
         self.shared_memory = timings.shared_memory
         samples.parts.append(parts)
@@ -168,17 +162,11 @@ class Contender:
         """The fields of a :class:`dispatcher.timing.results.Measured`."""
         known = not self.clock_note
         clock = self.clocks.pop() if len(self.clocks) == 1 else "host" if self.clocks else ""
+        names = ("operator", "name", "comparison", "compile_s", "first_s", "clock_note", "shared_memory")
         return {
-            "operator": self.operator,
-            "name": self.name,
-            "comparison": self.comparison,
-            "compile_s": self.compile_s,
-            "first_s": self.first_s,
-            "warm": self.samples["warm"].condition(known),
-            "cold": self.samples["cold"].condition(known),
+            **{name: getattr(self, name) for name in names},
+            **{state: self.samples[state].condition(known) for state in STATES},
             "clock": clock if known else "",
-            "clock_note": self.clock_note,
-            "shared_memory": self.shared_memory,
         }
 
 
@@ -218,10 +206,8 @@ class OurDevice(Contender):
         result: np.ndarray = self._prepared(output=self._output, timings=timings)
         return result
 
-    def call(
-        self, witness: Witness | None, state: State | None = None, timings: Timings | None = None
-    ) -> float:
-        seconds = super().call(witness, state, timings)
+    def call(self, state: State | None = None, timings: Timings | None = None) -> float:
+        seconds = super().call(state, timings)
         now = self._prepared.choice.device
         if now.id != self.device.id:
             if self.calls > 1:
@@ -403,13 +389,14 @@ class Lineup:
         except Exception as error:
             self._put_out(name, error, ours)
         else:
+            contender.witness = self._witness
             self.contenders.append(contender)
             self.attempt(contender, contender.call)
 
-    def attempt(self, contender: Contender, step: Callable[[Witness | None], object]) -> None:
+    def attempt(self, contender: Contender, step: Callable[[], object]) -> None:
         """Let a contender take a step; if it fails, it is out."""
         try:
-            step(self._witness)
+            step()
         except Exception as error:
             self._put_out(contender.name, error, isinstance(contender, OurDevice), contender)
         if self._witness is not None and self._witness.full:

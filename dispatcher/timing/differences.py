@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -226,9 +226,8 @@ def _content(path: str | Path, name: str) -> bytes:
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except NotRegularError:
-        raise InputError(
-            f"{name} is not a regular file; save the result of `dispatcher bench --json` in one"
-        ) from None
+        advice = "save the result of `dispatcher bench --json` in one"
+        raise InputError(f"{name} is not a regular file; {advice}") from None
     except TooLargeError:
         raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}") from None
     except (OSError, ValueError) as error:  # a ValueError: a name with a NUL in it
@@ -250,9 +249,8 @@ def _check(value: Any, form: Any, where: str) -> None:
                 _check(value, other, where)
         case [each, *least]:
             if not isinstance(value, list) or len(value) < len(least):
-                raise ValueError(
-                    f"{where} is {_brief(value)}; expected a list{' of one or more' if least else ''}"
-                )
+                wanted = f"expected a list{' of one or more' if least else ''}"
+                raise ValueError(f"{where} is {_brief(value)}; {wanted}")
             for number, element in enumerate(value):
                 _check(element, each, f"{where}[{number}]")
         case _:
@@ -312,14 +310,13 @@ def _device_name(entry: Mapping[str, Any]) -> str:
 
 def _mismatch(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Why two entries of one name are not the same thing; empty when they are."""
-    for field in ("case", "dtype", "precision"):
-        if old[field] != new[field]:
-            return f"{field} is {old[field]} and {new[field]}"
-    for field in ("sizes", "scalars"):
-        for name in dict.fromkeys([*old[field], *new[field]]):
-            values = old[field].get(name), new[field].get(name)
-            if values[0] != values[1]:
-                return f"{name} is {values[0]} and {values[1]}"
+    changed = [
+        *_changed(old, new, ("case", "dtype", "precision")),
+        *_changed(old["sizes"], new["sizes"]),
+        *_changed(old["scalars"], new["scalars"]),
+    ]
+    if changed:
+        return "{} is {} and {}".format(*changed[0])
     if old.get("name") != "numpy" and _device_name(old) != _device_name(new):
         return f"the devices differ: {old['device']['name']} and {new['device']['name']}"
     return ""
@@ -328,21 +325,22 @@ def _mismatch(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 def _driver_change(where: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if "device" not in old:
         return []
-    facts = old["device"]["facts"], new["device"]["facts"]
-    return [
-        f"{name} of {where}: {facts[0].get(name)} and {facts[1].get(name)}"
-        for name in ("driver", "driver_cuda", "nvcc")
-        if facts[0].get(name) != facts[1].get(name)
-    ]
+    changed = _changed(old["device"]["facts"], new["device"]["facts"], ("driver", "driver_cuda", "nvcc"))
+    return [f"{name} of {where}: {before} and {after}" for name, before, after in changed]
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    versions = old["versions"], new["versions"]
-    return [
-        f"version of {name}: {versions[0].get(name, 'none')} and {versions[1].get(name, 'none')}"
-        for name in dict.fromkeys([*versions[0], *versions[1]])
-        if versions[0].get(name) != versions[1].get(name)
-    ]
+    changed = _changed(old["versions"], new["versions"], missing="none")
+    return [f"version of {name}: {before} and {after}" for name, before, after in changed]
+
+
+def _changed(
+    old: Mapping[str, Any], new: Mapping[str, Any], names: Iterable[str] = (), missing: Any = None
+) -> list[tuple[str, Any, Any]]:
+    """Which of ``names``, or of all, have another value in ``new`` than in ``old``, with both values."""
+    names = names or dict.fromkeys([*old, *new])
+    both = ((name, old.get(name, missing), new.get(name, missing)) for name in names)
+    return [each for each in both if each[1] != each[2]]
 
 
 def _loads(*reports: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from dispatcher import registry
 from dispatcher.errors import DispatcherError, InputError
-from dispatcher.interface import Timings
+from dispatcher.interface import Tensors, Timings
 from dispatcher.ops.steps import (
     ConvTranspose3d,
     Normalize,
@@ -40,8 +40,6 @@ from dispatcher.problem.operator import Operator
 #: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
 #: by this factor before it counts as wrong; how far each one was is part of the results.
 PEER_SLACK = 4.0
-
-Tensors = Mapping[str, np.ndarray]
 
 
 class Unsupported(DispatcherError):

@@ -5,7 +5,6 @@ docs/benchmarking.md says how, and why.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +12,20 @@ from functools import partial
 from typing import Any
 
 from dispatcher import __version__
+from dispatcher.check.comparison import Progress
 from dispatcher.check.inputs import check_seed, random_tensors
 from dispatcher.device import machine
 from dispatcher.device.selection import first_usable, parse_request
-from dispatcher.errors import BusyError, InputError
+from dispatcher.errors import BusyError
 from dispatcher.interface import Device
-from dispatcher.problem.arguments import bind_numbers, check_options
+from dispatcher.problem.arguments import bind_numbers, check_options, count_value, seconds_value
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
-from dispatcher.timing import rounds
+from dispatcher.timing import sampling
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness
 from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers
 from dispatcher.timing.results import Benchmark, Race
-from dispatcher.timing.rounds import Schedule, take_turns
-from dispatcher.timing.sampling import host_caches
+from dispatcher.timing.sampling import Schedule, host_caches, take_turns
 
 #: Rounds that are made at least and at most, where the caller does not say how many.
 LEAST_ROUNDS, MOST_ROUNDS = 5, 30
@@ -35,8 +34,6 @@ SETTLED = 0.03
 #: Seconds for each contender after which no further round begins, once there were a few, where the caller says neither
 #: how many rounds nor how much time.
 TIME_LIMIT_S, LEAST_ROUNDS_OF_LONG_CALLS = 5.0, 3
-
-Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,11 @@ class Rules:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for name, count, least in (("repeats", self.repeats, 1), ("warmup", self.warmup, 0)):
-            if name == "repeats" and count is None:
-                continue
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise InputError(f"{name} is {count!r}; expected a whole number of {least} or more")
-        limit = self.time_limit_s
-        if limit is not None and not (
-            isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < math.inf
-        ):
-            raise InputError(f"time_limit_s is {limit!r}; expected a number of seconds above 0")
+        if self.repeats is not None:
+            count_value("repeats", self.repeats, 1)
+        count_value("warmup", self.warmup, 0)
+        if self.time_limit_s is not None:
+            seconds_value("time_limit_s", self.time_limit_s)
 
     def schedule(self, contenders: int, progress: Callable[[int, float], None]) -> Schedule:
         """When that many contenders take turns, and when they end."""
@@ -79,7 +71,7 @@ class Rules:
         if self.repeats is None and limit_s is None:
             least, limit_s = LEAST_ROUNDS_OF_LONG_CALLS, TIME_LIMIT_S * max(1, contenders)
         most = MOST_ROUNDS if self.repeats is None else self.repeats
-        pause_s = rounds.SETTLE_S if contenders > 1 else 0.0
+        pause_s = sampling.SETTLE_S if contenders > 1 else 0.0
         return Schedule(most, least, limit_s, pause_s, progress=progress)
 
 

@@ -10,6 +10,7 @@ from dispatcher.check.verifying import comparison_dict
 from dispatcher.device.selection import skipped_list
 from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device, Roofline, device_dict
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.timing.sampling import Ratio, Times, rate, ratio
 
@@ -37,10 +38,8 @@ class Condition:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers, ready for JSON."""
-        parts = {
-            "wall": self.wall, "upload": self.upload, "kernel": self.kernel, "download": self.download,
-        }  # fmt: skip
-        return {name: None if times is None else times.as_dict() for name, times in parts.items()}
+        parts = [(name, getattr(self, name)) for name in ("wall", "upload", "kernel", "download")]
+        return {name: None if times is None else times.as_dict() for name, times in parts}
 
 
 @dataclass(frozen=True)
@@ -120,15 +119,10 @@ class Measured:
             "kernel_clock": self.clock or None,
             "clock_note": self.clock_note or None,
             "shared_memory": self.shared_memory,
-            "compile_s": self.compile_s,
-            "first_s": self.first_s,
-            "times_s": list(self.times_s),
-            "median_s": self.median_s,
-            "quartiles_s": list(self.quartiles_s),
+            **picked(self, "compile_s", "first_s", "times_s", "median_s", "quartiles_s"),
             "min_s": self.warm.wall.min_s,
             "kernel_median_s": None if self.warm.kernel is None else self.warm.kernel.median_s,
-            "gflops": self.gflops,
-            "ideal_gbytes_per_s": self.ideal_gbytes_per_s,
+            **picked(self, "gflops", "ideal_gbytes_per_s"),
             "warm": self.warm.as_dict(),
             "cold": self.cold.as_dict(),
         }
@@ -178,12 +172,9 @@ class Benchmark(Measured):
         """
         if self.roofline is None:
             return None
-        best_s = max(
-            self.operator.flops / (1e9 * self.roofline.gflops),
-            self.operator.ideal_bytes / (1e9 * self.roofline.gbytes_per_s),
-        )
-        taken = self.cold.kernel or self.cold.wall
-        return best_s / taken.median_s
+        computing_s = self.operator.flops / (1e9 * self.roofline.gflops)
+        moving_s = self.operator.ideal_bytes / (1e9 * self.roofline.gbytes_per_s)
+        return max(computing_s, moving_s) / (self.cold.kernel or self.cold.wall).median_s
 
     @property
     def ratios(self) -> dict[str, Ratio]:
@@ -200,10 +191,7 @@ class Benchmark(Measured):
             **super().as_dict(),
             "roofline": None if self.roofline is None else asdict(self.roofline),
             "roofline_share": self.roofline_share,
-            "ratios": {
-                name: {"value": found.value, "low": found.low, "high": found.high}
-                for name, found in self.ratios.items()
-            },
+            "ratios": {name: picked(found, "value", "low", "high") for name, found in self.ratios.items()},
             "left_out": [{"peer": name, "reason": reason} for name, reason in self.left_out],
         }
 

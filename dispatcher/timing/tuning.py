@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dispatcher.check.comparison import bounded_reference, compare
+from dispatcher.check.comparison import Progress, bounded_reference, compare
 from dispatcher.check.inputs import random_tensors
-from dispatcher.device.joining import JoinedDevice
 from dispatcher.device.selection import describe, first_usable, parse_request
+from dispatcher.device.splitting import JoinedDevice
 from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
+from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator
 from dispatcher.registry import backend
-from dispatcher.timing.rounds import Schedule, take_turns
-from dispatcher.timing.sampling import Times
+from dispatcher.timing.sampling import Schedule, Times, take_turns
 
 #: Times that the candidates of the final are run, interleaved.
 REPEATS = 7
@@ -35,6 +35,8 @@ REPEATS = 7
 FINALISTS = 4
 #: The winner has to be this much faster than the default to be kept.
 LEAST_GAIN = 1.03
+
+Clock = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class TuneResult:
     candidates: tuple[Candidate, ...]
     best: Mapping[str, Any]
     gain: float
-    clock: Literal["host", "device"]
+    clock: Clock
 
     @property
     def default_s(self) -> float:
@@ -84,17 +86,8 @@ class TuneResult:
 
     def as_dict(self) -> dict[str, Any]:
         """A dictionary for JSON."""
-        return {
-            "problem": self.problem,
-            "device": self.device,
-            "best": dict(self.best),
-            "gain": self.gain,
-            "clock": self.clock,
-            "candidates": [
-                {"options": dict(each.options), "time_s": each.time_s, "reason": each.reason}
-                for each in self.candidates
-            ],
-        }
+        found = picked(self, "problem", "device", "best", "gain", "clock")
+        return {**found, "candidates": [picked(each, *vars(each)) for each in self.candidates]}
 
 
 def tune(
@@ -104,7 +97,7 @@ def tune(
     tensors: Mapping[str, Any],
     verify: Callable[[Any], str],
     *,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     keep: bool = True,
 ) -> TuneResult:
     """Measure the backend's candidates for ``operator`` on ``device`` and keep the fastest.
@@ -123,7 +116,7 @@ def tune(
     if not options:
         raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
     tell = progress or (lambda share: None)
-    running: list[tuple[Mapping[str, Any], _Timed, float]] = []
+    running: list[tuple[Mapping[str, Any], Executable, float]] = []
     failed: list[Candidate] = []
     for index, entry in enumerate(options):
         try:
@@ -136,15 +129,19 @@ def tune(
                 raise DeviceError(f"{device.id}: the default itself is wrong: {wrong}")
             failed.append(Candidate(entry, None, wrong))
         else:
-            timed = _Timed(executable, tensors, device)
-            running.append((entry, timed, timed()))
+            running.append((entry, executable, _timed(executable, tensors, device)[0]))
         tell(0.7 * (index + 1) / len(options))
     default, rest = running[0], sorted(running[1:], key=lambda run: run[2])
     final = [default, *rest[:FINALISTS]]
-    times: list[list[float]] = [[] for _ in final]
+    times: list[list[tuple[float, Clock]]] = [[] for _ in final]
     schedule = Schedule(REPEATS, pause_s=0.0, progress=lambda made, share: tell(0.7 + 0.3 * share))
-    take_turns(range(len(final)), schedule, lambda index: times[index].append(final[index][1]()))
-    medians = [Times(tuple(run)).median_s for run in times]
+    take_turns(
+        range(len(final)),
+        schedule,
+        lambda index: times[index].append(_timed(final[index][1], tensors, device)),
+    )
+    medians = [Times(tuple(seconds for seconds, _ in run)).median_s for run in times]
+    clock: Clock = "device" if any(clock == "device" for _, clock in times[0]) else "host"
     ranked = sorted(
         (Candidate(entry, median) for (entry, _, _), median in zip(final[1:], medians[1:], strict=True)),
         key=lambda candidate: candidate.time_s or 0.0,
@@ -157,7 +154,7 @@ def tune(
     if keep and isinstance(tuned, Tunable):
         tuned.remember(operator, device, best or default[0], gain)  # in place of what an earlier search kept
     candidates = (Candidate(default[0], medians[0]), *ranked, *slower, *failed)
-    return TuneResult(device.id, operator.problem.name, candidates, best, gain, default[1].clock)
+    return TuneResult(device.id, operator.problem.name, candidates, best, gain, clock)
 
 
 def tune_problem(
@@ -169,7 +166,7 @@ def tune_problem(
     precision: str = "fp32",
     seed: int = 0,
     keep: bool = True,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
     **arguments: Any,
 ) -> TuneResult:
     """Find the fastest options for a problem on a device; see :func:`tune`.
@@ -197,19 +194,13 @@ def tune_problem(
 
 
 def tune_operator(
-    operator: Operator,
-    device: str | None,
-    seed: int = 0,
-    keep: bool = True,
-    progress: Callable[[float], None] | None = None,
+    operator: Operator, device: str | None, seed: int = 0, keep: bool = True, progress: Progress | None = None
 ) -> TuneResult:
     """:func:`tune_problem` for an operator that is bound already."""
     chosen, _ = first_usable(parse_request(device))
     if isinstance(chosen, JoinedDevice):
-        raise InputError(
-            f"device {chosen.id} stands for several devices; tune measures one at a time: name it, such as "
-            f"{chosen.members[0].id}"
-        )
+        advice = f"tune measures one at a time: name it, such as {chosen.members[0].id}"
+        raise InputError(f"device {chosen.id} stands for several devices; {advice}")
     refusal = backend(chosen.backend).supports(operator, chosen)
     if refusal is not None:
         raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")
@@ -222,19 +213,12 @@ def tune_operator(
     return tune(backend(chosen.backend), operator, chosen, tensors, wrong, progress=progress, keep=keep)
 
 
-class _Timed:
-    """A compiled candidate that says how long each call took, and on which clock."""
-
-    def __init__(self, executable: Executable, tensors: Mapping[str, Any], device: Device) -> None:
-        self._executable, self._tensors, self._gpu = executable, tensors, device.kind == "gpu"
-        self.clock: Literal["host", "device"] = "host"
-
-    def __call__(self) -> float:
-        timings = Timings() if self._gpu else None
-        start = time.perf_counter()
-        self._executable(self._tensors, timings=timings)
-        elapsed = time.perf_counter() - start
-        if timings is None or timings.clock != "device" or timings.kernel_s <= 0:
-            return elapsed
-        self.clock = "device"
-        return timings.kernel_s
+def _timed(executable: Executable, tensors: Mapping[str, Any], device: Device) -> tuple[float, Clock]:
+    """Seconds of a call of a compiled candidate, and on which clock."""
+    timings = Timings() if device.kind == "gpu" else None
+    start = time.perf_counter()
+    executable(tensors, timings=timings)
+    elapsed = time.perf_counter() - start
+    if timings is None or timings.clock != "device" or timings.kernel_s <= 0:
+        return elapsed, "host"
+    return timings.kernel_s, "device"

@@ -4,6 +4,7 @@
 //   y[n][oc][od][oh][ow] = bias[oc] + sum of w[ic][oc][kd][kh][kw] * x[n][ic][id][ih][iw]
 //                          over taps with i*S - P + k*L = o on every axis and i inside the tensor
 //
+// An ordinary convolution (TRANSPOSED 0) has weights w[oc][ic][kd][kh][kw] with the taps in reverse order.
 // A work-item owns one output element. The host defines the extents, strides, paddings, dilations, TAIL(x) and PARAMETERS.
 kernel void conv_transpose3d_gather(global const REAL *restrict x, global const REAL *restrict weight,
                                     global const REAL *restrict operands, global REAL *restrict y, const ulong count PARAMETERS) {
@@ -25,7 +26,12 @@ kernel void conv_transpose3d_gather(global const REAL *restrict x, global const 
         for (int i = 0; i < GROUP_IC; i++) {
           const size_t ic = group * GROUP_IC + i;
           const REAL xv = x[(((n * IC + ic) * ID + id) * IH + ih) * IW + iw];
+#if TRANSPOSED
           const REAL wv = weight[(((ic * GROUP_OC + (oc - group * GROUP_OC)) * KD + kd) * KH + kh) * KW + kw];
+#else
+          const size_t plane = (size_t)oc * GROUP_IC + i;
+          const REAL wv = weight[((plane * KD + KD - 1 - kd) * KH + KH - 1 - kh) * KW + KW - 1 - kw];
+#endif
           sum = fma(xv, wv, sum);
         }
       }

@@ -38,6 +38,57 @@
 #define WRITE_ROW(WRITE_V)
 #endif
 
+#define LINE_AT(w) line[(w) % STORE_PLANES * STORE_LINE + (w) / STORE_PLANES]
+
+#if USE_ROWS
+// The same with STORE_TAIL(x), the steps that need a result's place, and with statistics of the row. With USE_STORE 0 nothing is
+// written but these.
+static void store_row(global REAL *restrict y, global const REAL *restrict line, global const REAL *restrict operands, const int n,
+                      const int c, const int d, const int h PARAMETERS) {
+  const size_t row = (((size_t)n * OUT_C + c) * OUT_D + d) * OUT_H + h;
+  GATHER_BEGIN
+#define FINISH(v, w, left)  \
+  real_v value = v;         \
+  STORE_TAIL(value);        \
+  GATHER(value, w, left)
+#if USE_STORE
+#define FINISH_V(v, p)                      \
+  {                                         \
+    const int w = (p) - y;                  \
+    FINISH(v, w, VEC)                       \
+    STORE_V(value, p);                      \
+  }
+#define FINISH_STREAM_V(v, p)               \
+  {                                         \
+    const int w = (p) - y;                  \
+    FINISH(v, w, VEC)                       \
+    STREAM_V(value, p);                     \
+  }
+#else
+#define FINISH_V(v, p)                      \
+  {                                         \
+    const int w = (p) - y;                  \
+    FINISH(v, w, VEC)                       \
+  }
+#endif
+  int m = 0;
+#if USE_STREAM && USE_STORE && defined(STREAM_V)
+  if ((size_t)y % sizeof(real_v) == 0) {
+    WRITE_ROW(FINISH_STREAM_V)
+  }
+#endif
+  WRITE_ROW(FINISH_V)
+  for (int w = m * STORE_PLANES; w < OUT_W; w += VEC) {
+    REAL lanes[VEC];
+    for (int i = 0; i < VEC; i++) lanes[i] = w + i < OUT_W ? LINE_AT(w + i) : R(0.0);
+    FINISH(LOAD_V(lanes), w, OUT_W - w)
+#if USE_STORE
+    store_lanes(value, y + w, OUT_W - w);
+#endif
+  }
+  GATHER_END(row)
+}
+#else
 static void store_row(global REAL *restrict y, global const REAL *restrict line) {
   int m = 0;
 #if USE_STREAM && defined(STREAM_V)
@@ -46,16 +97,23 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line)
   }
 #endif
   WRITE_ROW(STORE_V)
-  for (int w = m * STORE_PLANES; w < OUT_W; w++)
-    y[w] = line[(w % STORE_PLANES) * STORE_LINE + w / STORE_PLANES];
+  for (int w = m * STORE_PLANES; w < OUT_W; w++) y[w] = LINE_AT(w);
 }
+#endif
 
 // Writes one row of every channel. d, h: the row's place in the output.
-static void store_rows(global REAL *restrict y, const int n, const int d, const int h, global const REAL *restrict line) {
+static void store_rows(global REAL *restrict y, const int n, const int d, const int h, global const REAL *restrict line,
+                       global const REAL *restrict operands PARAMETERS) {
   if (d >= OUT_D || h >= OUT_H) return;
   global REAL *row = y + (((size_t)n * OUT_C * OUT_D + d) * OUT_H + h) * OUT_W;
-  for (int c = 0; c < OUT_C; c++)
-    store_row(row + (size_t)c * ((size_t)OUT_D * OUT_H * OUT_W), line + c * (STORE_PLANES * STORE_LINE));
+  for (int c = 0; c < OUT_C; c++) {
+    global REAL *const to = row + (size_t)c * ((size_t)OUT_D * OUT_H * OUT_W);
+#if USE_ROWS
+    store_row(to, line + c * (STORE_PLANES * STORE_LINE), operands, n, c, d, h ARGUMENTS);
+#else
+    store_row(to, line + c * (STORE_PLANES * STORE_LINE));
+#endif
+  }
 }
 
 // counter: [0] the next item, [1] workers that are done; both zero before the launch and again after it. [2] is set when a core
@@ -63,7 +121,7 @@ static void store_rows(global REAL *restrict y, const int n, const int d, const 
 __attribute__((reqd_work_group_size(1, 1, 1)))
 kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restrict weights,
                         global const REAL *restrict operands, global REAL *restrict y, global REAL *restrict scratch,
-                        global volatile int *restrict counter, const int items) {
+                        global volatile int *restrict counter, const int items PARAMETERS) {
   global REAL *const base = scratch + (size_t)get_global_id(0) * SCRATCH;
   global REAL *const lines = base + SCRATCH_LINES;
   real_v poison = SPLAT(R(0.0));
@@ -91,7 +149,7 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
               const int window_d = (md * STRIDE_D + rd) / WINDOW_D, window_h = (mh * STRIDE_H + rh) / WINDOW_H;
               fold_row(pooled + (size_t)window_d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE) + window_h * FOLD_ROW, line + i * ROW);
 #else
-              store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, line + i * ROW);
+              store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, line + i * ROW, operands ARGUMENTS);
 #endif
             }
           }
@@ -102,7 +160,8 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
       fold_finish(line, operands);
       STAGES_AFTER_FOLD(line);
       for (int h = 0; h < FOLD_BOX_H; h++)
-        store_rows(y, n, first_d * STRIDE_D / WINDOW_D + d, first_h * STRIDE_H / WINDOW_H + h, line + h * FOLD_ROW);
+        store_rows(y, n, first_d * STRIDE_D / WINDOW_D + d, first_h * STRIDE_H / WINDOW_H + h, line + h * FOLD_ROW,
+                   operands ARGUMENTS);
     }
 #endif
   }

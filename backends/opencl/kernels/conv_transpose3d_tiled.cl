@@ -135,7 +135,7 @@ static void keep_folded(local REAL *first, const real_m folded, const int channe
 __attribute__((reqd_work_group_size(WORK_ITEMS, 1, 1)))
 kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const REAL *restrict weights,
                                    global const REAL *restrict operands, global const int2 *restrict phases,
-                                   global const int4 *restrict taps, global REAL *restrict y) {
+                                   global const int4 *restrict taps, global REAL *restrict y PARAMETERS) {
   local REAL memory[LOCAL_ELEMENTS] __attribute__((aligned(64)));
   local int4 places[BLOCK_M];
   local REAL partial[PARTIAL_ELEMENTS];
@@ -252,7 +252,10 @@ kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const R
 #endif
     if (place.w < 0 || d >= OUT_D || h >= OUT_H || w >= OUT_W) continue;
     global REAL *out = y + (((size_t)place.w * OUT_C + OUT_CHANNEL) * OUT_D + d) * ((size_t)OUT_H * OUT_W) + (size_t)h * OUT_W + w;
-    for (int row = slice; row < OUT_ROWS; row += SLICES)
-      out[(size_t)row * ((size_t)OUT_D * OUT_H * OUT_W)] = results[row * COLUMNS + column];
+    for (int row = slice; row < OUT_ROWS; row += SLICES) {
+      REAL value = results[row * COLUMNS + column];
+      STORE_TAIL(value);
+      out[(size_t)row * ((size_t)OUT_D * OUT_H * OUT_W)] = value;
+    }
   }
 }

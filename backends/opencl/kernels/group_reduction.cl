@@ -18,7 +18,8 @@
 //   PLACE(result)       offset of a result's first element in the tensor
 //   OFFSET(i)           offset of element i from there
 //   TAIL(x), RESULT_TAIL(x)  pointwise steps that ride on the store of element i of a result, and of a reduced result
-//   AFFINE(x), EPS      for normalise
+//   CHANNEL(result, i)  channel of an element
+//   AFFINE(x, c), EPS   for normalise
 //   KERNEL_NAME         of a reduction
 //   REDUCE_COMBINE(a, b), REDUCE_IDENTITY, REDUCE_LIFT(x), REDUCE_FINISH(t), REDUCE_SHIFTED  for a reduction
 //   PARAMETERS          of the kernel, for a0, a1, ...
@@ -63,7 +64,7 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
   const REAL scale = R(1.0) / sqrt(variance + operands[EPS]);
   EACH_ELEMENT {
     REAL value = (x[base + OFFSET(i)] - mean) * scale;
-    AFFINE(value);
+    AFFINE(value, CHANNEL(result, i));
     TAIL(value);
     y[base + OFFSET(i)] = value;
   }
@@ -89,7 +90,9 @@ kernel void softmax_group(global const REAL *x, global const REAL *restrict oper
 #endif
 
 #if STEP_REDUCE
-OVER_SLICES(combined_slices, REDUCE_COMBINE)
+#define OVER_SLICES combined_slices
+#define SLICES_COMBINE REDUCE_COMBINE
+#include "over_slices.cl"
 
 kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
                         const ulong count PARAMETERS) {

@@ -9,6 +9,7 @@ kernel void pool_step(global const REAL *restrict x, global const REAL *restrict
   if (row >= count) return;
   const size_t h = row % OUT_H, d = row / OUT_H % OUT_D, nc = row / ((size_t)OUT_H * OUT_D), c = nc % CHANNELS, n = nc / CHANNELS;
   global const REAL *window = x + ((nc * IN_D + d * WINDOW_D) * IN_H + h * WINDOW_H) * IN_W;
+  GATHER_BEGIN
   for (int w = 0; w < OUT_W; w += VEC) {
     REAL folded[VEC * WINDOW_W];
     const int extent = min(VEC, OUT_W - w) * WINDOW_W;
@@ -30,6 +31,10 @@ kernel void pool_step(global const REAL *restrict x, global const REAL *restrict
     }
     real_v value = POOL_FINISH(LOAD_V(pooled));
     TAIL(value);
+    GATHER(value, w, OUT_W - w)
+#if USE_STORE
     store_lanes(value, y + row * OUT_W + w, OUT_W - w);
+#endif
   }
+  GATHER_END(row)
 }

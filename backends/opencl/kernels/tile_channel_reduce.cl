@@ -1,7 +1,9 @@
 // Stage of a tiled kernel: reduction over the channels of each column: [STAGE_CHANNELS][COLUMNS] becomes [1][COLUMNS], in place.
 // The host defines the reduction, STAGE_COMBINE(a, b), STAGE_IDENTITY, STAGE_LIFT(x), STAGE_FINISH(t), and STAGE_TAIL(x, c).
 #define STAGE_OVER_SLICES PASTE(over_slices_, STAGE)
-OVER_SLICES(STAGE_OVER_SLICES, STAGE_COMBINE)
+#define OVER_SLICES STAGE_OVER_SLICES
+#define SLICES_COMBINE STAGE_COMBINE
+#include "over_slices.cl"
 
 static void PASTE(stage_, STAGE)(local REAL *results, local REAL *partial, global const REAL *operands,
                                  const int lane, const int slice) {

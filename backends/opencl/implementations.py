@@ -1,0 +1,238 @@
+"""The implementations of a group, one ordered list, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from dispatcher.backends.opencl import lines, tiled
+from dispatcher.backends.opencl.grouped import Shared, lower_shared
+from dispatcher.backends.opencl.groups import Group, LineRules, Rules, Unfused, plan
+from dispatcher.backends.opencl.lowered import Lowered
+from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.steps import lower_gather, lower_step
+from dispatcher.backends.opencl.target import Target
+from dispatcher.backends.opencl.tiles import Tile
+from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.problem.operator import Operator
+
+
+@dataclass(frozen=True)
+class Task:
+    """A group that is to run on a device.
+
+    Attributes:
+        group: the steps.
+        target: the device.
+        options: what is fixed; algorithm ``auto`` stands for those of CPUs.
+        real: float32 or float64.
+    """
+
+    group: Group
+    target: Target
+    options: Options
+    real: np.dtype[Any]
+
+    @cached_property
+    def lines(self) -> tuple[Tile, str]:
+        """The tile of the CPU kernel, and why its core was chosen."""
+        group = self.group
+        assert group.convolution is not None
+        fold = None if group.fold is None else group.fold[0]
+        return lines.choose(group.convolution.geometry, fold, self.target, self.real, self.options)
+
+
+class Implementation(Protocol):
+    """One way to run a group."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def most_builds(self) -> int:
+        """Kernels that are built at most, each for less than the one before, until the device takes one."""
+
+    def accepts(self, task: Task) -> str | None:
+        """None when it can run the task, else why not."""
+
+    def estimate(self, task: Task) -> float:
+        """Estimated cost, in units that implementations which accept the same tasks share."""
+
+    def lower(self, task: Task) -> Lowered | None:
+        """The launch; None when no work-group of it fits the target."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The convolution for CPUs, with one of its cores."""
+
+    name: str
+    winograd: bool
+    most_builds: int = 1
+
+    def accepts(self, task: Task) -> str | None:
+        reason = _convolution_reason(task)
+        if reason is None and task.options.algorithm in ("tiled", "gather"):
+            reason = f"algorithm {task.options.algorithm} is used"
+        if reason is None:
+            tile, why = task.lines
+            reason = None if tile.winograd == self.winograd else why
+        return reason
+
+    def estimate(self, task: Task) -> float:
+        group, fold = task.group, task.group.fold
+        assert group.convolution is not None
+        geometry, window = group.convolution.geometry, None if fold is None else fold[0]
+        facts, real = task.target.facts, task.real
+        return lines.ranked(geometry, window, facts, real, Options(), winograd=self.winograd)[0][0]
+
+    def lower(self, task: Task) -> Lowered:
+        return lines.lower_lines(task.group, task.target, task.real, *task.lines)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """The convolution for GPUs."""
+
+    name: str = "tiled"
+    most_builds: int = 4
+
+    def accepts(self, task: Task) -> str | None:
+        if task.options.algorithm != "tiled":
+            return "the device is a CPU" if task.target.facts.cpu else "algorithm gather is used"
+        return _convolution_reason(task)
+
+    def estimate(self, task: Task) -> float:
+        return _elements(task)
+
+    def lower(self, task: Task) -> Lowered | None:
+        return tiled.lower_tiled(task.group, task.target, task.real)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A convolution computed one result after another."""
+
+    name: str = "gather"
+    most_builds: int = 1
+
+    def accepts(self, task: Task) -> str | None:
+        if task.group.convolution is None:
+            return "not a convolution"
+        return "a kernel of its own runs it" if task.group.declined is None else None
+
+    def estimate(self, task: Task) -> float:
+        return _elements(task)
+
+    def lower(self, task: Task) -> Lowered:
+        return lower_gather(task.group, task.target, task.real)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A reduction whose results work-groups share out."""
+
+    name: str = "grouped"
+    most_builds: int = 32
+
+    def accepts(self, task: Task) -> str | None:
+        if task.target.facts.cpu and task.options.algorithm != "tiled":
+            return "a CPU's work-item does best with rows of its own"
+        reduces = task.group.parts and isinstance(task.group.parts[0].step, Shared)
+        return None if reduces else "not a reduction"
+
+    def estimate(self, task: Task) -> float:
+        return _elements(task)
+
+    def lower(self, task: Task) -> Lowered:
+        return lower_shared(task.group, task.target, task.real)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps without a convolution, each work-item for itself."""
+
+    name: str = "step"
+    most_builds: int = 8
+
+    def accepts(self, task: Task) -> str | None:
+        if task.group.convolution is not None:
+            return "a convolution"
+        return "work-groups share out its results" if Grouped().accepts(task) is None else None
+
+    def estimate(self, task: Task) -> float:
+        return _elements(task)
+
+    def lower(self, task: Task) -> Lowered:
+        target = task.target
+        if task.options.algorithm == "tiled":
+            target = replace(target, facts=replace(target.facts, cpu=False))
+        return lower_step(task.group, target, task.real)
+
+
+#: All of them, the preferred ones first.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Lines("lines-winograd", winograd=True),
+    Lines("lines-direct", winograd=False),
+    Tiled(),
+    Grouped(),
+    Steps(),
+    Gather(),
+)
+
+
+def _convolution_reason(task: Task) -> str | None:
+    return "not a convolution" if task.group.convolution is None else task.group.declined
+
+
+def _elements(task: Task) -> float:
+    return float(math.prod(task.group.steps[0].input_shape))
+
+
+def choose(task: Task) -> tuple[Implementation, tuple[tuple[str, str], ...]]:
+    """The implementation with the least estimated cost among those that accept the task, the first one among equals.
+
+    Returns:
+        The implementation, and the name of each other one with the reason against it.
+    """
+    reasons = [(each, each.accepts(task)) for each in IMPLEMENTATIONS]
+    accepting = [each for each, reason in reasons if reason is None]
+    best = min(accepting, key=lambda each: each.estimate(task)) if len(accepting) > 1 else accepting[0]
+    rejected = [
+        (each.name, reason or f"{best.name} is estimated to be faster")
+        for each, reason in reasons
+        if each is not best
+    ]
+    return best, tuple(rejected)
+
+
+def rules_of(target: Target, options: Options, itemsize: int, refused: list[ConvTranspose3d]) -> Rules:
+    """What fuses under ``options``."""
+    if options.fusion == "off":
+        return Unfused()
+    if options.algorithm == "gather":
+        return Rules()
+    if options.algorithm == "tiled":
+        return tiled.TiledRules(target.limits, itemsize, refused)
+    return LineRules(gathers=target.facts.cpu)
+
+
+def tasks_of(
+    operator: Operator, target: Target, options: Options, refused: list[ConvTranspose3d]
+) -> list[Task]:
+    """What an operator takes, in order.
+
+    Args:
+        operator: to run.
+        target: the device.
+        options: what is fixed.
+        refused: convolutions for which the device has turned out to launch no tile of the tiled kernel.
+    """
+    real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
+    rules = rules_of(target, options, real.itemsize, refused)
+    return [Task(group, target, options, real) for group in plan(operator, rules, target.facts.lanes(real))]

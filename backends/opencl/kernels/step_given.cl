@@ -1,0 +1,161 @@
+// Steps over whole planes whose statistics the launch before has left for each row (row_statistics.cl): normalise and softmax with one
+// pass over their input, reductions with none.
+//
+// A plane is (n, c): OUT_D*OUT_H rows of OUT_W elements. A work-item owns one place of the axes that stay, and the planes of it: it
+// combines the numbers of their rows, `given`, and then works on the planes. Numbers are added up in runs of GIVEN_RUN vectors, so that
+// errors grow with the length of a run and the number of runs. Results are the same in every call: nobody shares a sum.
+//
+// Normalise and softmax may work in place (x and y the same buffer): each element is read before it is written.
+//
+// The host defines, besides numeric.cl's and row_statistics.cl's: CHANNELS, OUT_D, OUT_H, OUT_W;
+//   PLANES(outer)         planes of place `outer`
+//   PLANE(outer, i)       n * CHANNELS + c of plane i of them
+//   GIVEN_ROWS            rows of the whole input
+//   COUNT                 elements that one result combines
+//   TAIL(x)               pointwise steps that ride on the store of an element, or of a result
+//   AFFINE(x), EPS        for normalise
+//   REDUCE_*              for a reduction, as in step_reduction.cl
+//   PARAMETERS            of the kernel, for a0, a1, ... and partials
+//   GIVEN_*               which numbers there are
+//   STEP_*                which kernel to compile; STEP_REDUCE_NORMALIZED is the mean or sum over space of normalised values, which
+//                         follows from the means of planes
+
+#define PLANE_ROWS (OUT_D * OUT_H)
+#define GIVEN_RUN 64
+#define EACH_PLANE for (int i = 0; i < PLANES(outer); i++)
+
+// total combined with `term`, an expression in row and left, of the numbers of one plane.
+#define OVER_ROWS(total, term, COMBINE, nothing)                                           \
+  for (int first = 0; first < PLANE_ROWS; first += GIVEN_RUN * VEC) {                      \
+    real_v run = SPLAT(nothing);                                                           \
+    for (int row = first; row < min(first + GIVEN_RUN * VEC, PLANE_ROWS); row += VEC) {    \
+      const int left = PLANE_ROWS - row;                                                   \
+      run = COMBINE(run, first_lanes(term, left, nothing));                                \
+    }                                                                                      \
+    total = COMBINE(total, run);                                                           \
+  }
+#define NUMBERS(k) load_lanes(given + (size_t)(k) * GIVEN_ROWS + (size_t)plane * PLANE_ROWS + row, left, R(0.0))
+
+#if GIVEN_MOMENTS
+// Sum of the means of a plane's rows, and sum of squared deviations of a plane's elements from `mean`.
+static REAL sum_of_means(global const REAL *restrict given, const size_t plane) {
+  real_v total = SPLAT(R(0.0));
+  OVER_ROWS(total, NUMBERS(0), ADD_LANES, R(0.0))
+  return sum_of_lanes(total);
+}
+
+static REAL sum_of_squares(global const REAL *restrict given, const size_t plane, const REAL mean) {
+  real_v total = SPLAT(R(0.0));
+  OVER_ROWS(total, fma((NUMBERS(0) - SPLAT(mean)) * SPLAT(R(1.0) * OUT_W), NUMBERS(0) - SPLAT(mean), NUMBERS(1)), ADD_LANES, R(0.0))
+  return sum_of_lanes(total);
+}
+
+#define NORMALIZE_BEGIN                                                                        \
+  REAL mean = R(0.0), squares = R(0.0);                                                        \
+  EACH_PLANE mean += sum_of_means(given, PLANE(outer, i));                                     \
+  mean *= R(1.0) / ((size_t)PLANES(outer) * PLANE_ROWS);                                       \
+  EACH_PLANE squares += sum_of_squares(given, PLANE(outer, i), mean);                          \
+  const REAL scale = R(1.0) / sqrt(squares * (R(1.0) / COUNT) + operands[EPS]);
+#endif
+
+#if GIVEN_EXPONENTIALS
+static REAL largest_of(global const REAL *restrict given, const size_t plane) {
+  real_v largest = SPLAT(-INFINITY);
+  OVER_ROWS(largest, NUMBERS(0), max_v, -INFINITY)
+  return max_of_lanes(largest);
+}
+
+static REAL sum_below(global const REAL *restrict given, const size_t plane, const REAL largest) {
+  real_v total = SPLAT(R(0.0));
+  OVER_ROWS(total, NUMBERS(1) * exp_v(NUMBERS(0) - SPLAT(largest)), ADD_LANES, R(0.0))
+  return sum_of_lanes(total);
+}
+
+#define SOFTMAX_BEGIN                                                        \
+  REAL largest = -INFINITY, total = R(0.0);                                  \
+  EACH_PLANE largest = LARGER(largest, largest_of(given, PLANE(outer, i)));  \
+  EACH_PLANE total += sum_below(given, PLANE(outer, i), largest);
+#elif GIVEN_TOTAL
+OVER_LANES(combined_lanes, REDUCE_COMBINE_ONE)
+static REAL total_of(global const REAL *restrict given, const size_t plane) {
+  real_v total = SPLAT(REDUCE_IDENTITY);
+  OVER_ROWS(total, NUMBERS(0), REDUCE_COMBINE, REDUCE_IDENTITY)
+  return combined_lanes(total);
+}
+
+#define SOFTMAX_BEGIN                    \
+  REAL total = REDUCE_IDENTITY;          \
+  EACH_PLANE total = REDUCE_COMBINE_ONE(total, total_of(given, PLANE(outer, i)));
+#endif
+
+#if STEP_REDUCE
+kernel void KERNEL_NAME(global const REAL *restrict given, global const REAL *restrict operands, global REAL *restrict y,
+                        const ulong count PARAMETERS) {
+  const size_t outer = get_global_id(0);
+  if (outer >= count) return;
+  SOFTMAX_BEGIN
+#if GIVEN_EXPONENTIALS
+  // An infinite maximum is not subtracted: exp then gives 0 or infinity, and the logarithm the right limit.
+  const bool infinite = fabs(largest) == INFINITY;
+  const REAL shift = infinite ? R(0.0) : largest;
+  if (infinite) total = largest > R(0.0) ? INFINITY : R(0.0);
+  real_v value = REDUCE_FINISH(SPLAT(total)) + SPLAT(shift);
+#else
+  real_v value = REDUCE_FINISH(SPLAT(total));
+#endif
+  TAIL(value);
+  y[outer] = LANE0(value);
+}
+#elif STEP_REDUCE_NORMALIZED
+kernel void KERNEL_NAME(global const REAL *restrict given, global const REAL *restrict operands, global REAL *restrict y,
+                        const ulong count PARAMETERS) {
+  const size_t outer = get_global_id(0);
+  if (outer >= count) return;
+  NORMALIZE_BEGIN
+  EACH_PLANE {
+    const size_t plane = PLANE(outer, i), n = plane / CHANNELS, c = plane % CHANNELS;
+    real_v value = SPLAT((sum_of_means(given, plane) * (R(1.0) / PLANE_ROWS) - mean) * scale);
+    AFFINE(value);
+    value = value * SPLAT(REDUCED_SHARE);
+    TAIL(value);
+    y[plane] = LANE0(value);
+  }
+}
+#else
+kernel void KERNEL_NAME(global const REAL *x, global const REAL *restrict given, global const REAL *restrict operands,
+                        global REAL *y, const ulong count PARAMETERS) {
+  const size_t outer = get_global_id(0);
+  if (outer >= count) return;
+#if STEP_NORMALIZE
+  NORMALIZE_BEGIN
+#else
+  SOFTMAX_BEGIN
+  const REAL scale = R(1.0) / total;
+#endif
+  EACH_PLANE {
+    const size_t plane = PLANE(outer, i), n = plane / CHANNELS, c = plane % CHANNELS;
+    for (int row = 0; row < PLANE_ROWS; row++) {
+      const int d = row / OUT_H, h = row % OUT_H;
+      const size_t base = (plane * PLANE_ROWS + row) * OUT_W;
+      GATHER_BEGIN
+      for (int w = 0; w < OUT_W; w += VEC) {
+        const real_v loaded = load_lanes(x + base + w, OUT_W - w, R(0.0));
+#if STEP_NORMALIZE
+        real_v value = (loaded - SPLAT(mean)) * SPLAT(scale);
+        AFFINE(value);
+#elif GIVEN_EXPONENTIALS
+        real_v value = exp_v(loaded - SPLAT(largest)) * SPLAT(scale);
+#else
+        real_v value = loaded * SPLAT(scale);
+#endif
+        TAIL(value);
+        GATHER(value, w, OUT_W - w)
+#if USE_STORE
+        store_lanes(value, y + base + w, OUT_W - w);
+#endif
+      }
+      GATHER_END(plane * PLANE_ROWS + row)
+    }
+  }
+}
+#endif
