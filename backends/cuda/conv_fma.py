@@ -40,20 +40,12 @@ class Fma:
         tile = fma_tile(channels, np.dtype(program.compute).itemsize, folded)
         channel_tiles = -(-channels // tile.block_n)
         tables = fma_tables(geometry, channel_tiles * tile.block_n)
-        first, second, last = epilogue.starts
-        source = Source()
-        source.team("first_chain", epilogue.first, first)
-        source.team("second_chain", epilogue.second, second)
-        source.chain("last_chain", epilogue.last, last)
-        source.monoid("fold", epilogue.fold)
-        source.monoid("channel", epilogue.channels)
-        source.monoid("gather", None if task.gather is None else task.gather.reduce)
-        draft = Draft(program, "conv_fma.cu", "ConvParams", source)
+        draft = Draft(program, "conv_fma.cu", "ConvParams", epilogue_source(task))
         p = draft.parameters
         p["voxels"] = geometry.batch * math.prod(task.positions)
         p["phase_count"] = math.prod(tables.residues)
-        gather, items = task.gather, 1
-        if gather is not None:  # a tile's voxels are of one batch item
+        items = 1
+        if task.gather is not None:  # a tile's voxels are of one batch item
             p["voxels"], items = math.prod(task.positions), geometry.batch
         p["voxel_tiles"] = -(-int(p["voxels"]) // tile.block_m)
         boxes = int(p["voxel_tiles"]) * (1 if folded else int(p["phase_count"]))
@@ -65,13 +57,11 @@ class Fma:
         p["out"] = task.positions if folded else geometry.output_shape[2:]
         p["stride"] = [axis.stride for axis in geometry.axes]
         p["residues"], p["axis_slots"] = tables.residues, tables.axis_slots
-        draft.defines.update(
-            program.defines(program.value_dtype(convolution.source), program.value_dtype(task.last + 1)),
-            **tile.defines,
-            CHANNEL_REDUCE=int(epilogue.channels is not None),
-            STORE=int(gather is None or gather.stored),
-            **(NO_GATHER if gather is None else {**gather.defines, "GATHER_STATE": "double"}),
-        )
+        stored = program.value_dtype(convolution.source)
+        draft.defines.update(program.defines(stored, program.value_dtype(task.last + 1)), **tile.defines)
+        ended(draft, task, program, boxes)
+        if task.gather is not None:
+            draft.defines["GATHER_STATE"] = "double"  # in registers, of which there are enough
         draft.pointers += [
             (("x",), program.value(convolution.source)),
             (("w",), program.pack(convolution, tables.order, False)),
@@ -79,13 +69,6 @@ class Fma:
             (("slots",), program.table(tables.slots)),
             (("terms",), program.table(tables.terms)),
         ]
-        if gather is not None:
-            gathered = program.gather(task.last + 1, boxes, gather, task.steps[-1].shape)
-            draft.pointers.append((("gathered",), gathered))
-        if gather is None or gather.stored:
-            draft.pointers.append((("y",), Reference("value", task.last + 1)))
-        if convolution.bias is not None:
-            draft.pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
         blocks = min(int(p["tiles"]), MAX_GRID)
         program.launches.append(draft.launch("conv_fma", blocks, tile.threads, tile.shared_bytes))
         assert task.refusal is not None
@@ -95,7 +78,35 @@ class Fma:
             "threads": tile.threads,
             "shared_bytes": tile.shared_bytes,
             "why": task.refusal,
+            **({} if task.gather is None else {"gathers": task.gather.kind.lower()}),
         }
-        if gather is not None:
-            detail["gathers"] = gather.kind.lower()
         return [(f"phase-decomposed implicit GEMM, {program.compute} FMA", detail)]
+
+
+def epilogue_source(task: ConvTask) -> Source:
+    """Chains and monoids that both convolution kernels have."""
+    epilogue = task.epilogue
+    first, second, last = epilogue.starts
+    source = Source()
+    source.team("first_chain", epilogue.first, first)
+    source.team("second_chain", epilogue.second, second)
+    source.chain("last_chain", epilogue.last, last)
+    source.monoid("fold", epilogue.fold)
+    source.monoid("channel", epilogue.channels)
+    source.monoid("gather", None if task.gather is None else task.gather.reduce)
+    return source
+
+
+def ended(draft: Draft, task: ConvTask, program: Program, boxes: int) -> None:
+    """Fill in what both convolution kernels store: values, and statistics of ``boxes`` boxes of each batch item."""
+    gather, bias = task.gather, task.step.bias
+    stored = gather is None or gather.stored
+    draft.defines.update(NO_GATHER if gather is None else gather.defines)
+    draft.defines.update(CHANNEL_REDUCE=int(task.epilogue.channels is not None), STORE=int(stored))
+    if gather is not None:
+        statistics = program.gather(task.last + 1, boxes, gather, task.steps[-1].shape)
+        draft.pointers.append((("gathered",), statistics))
+    if stored:
+        draft.pointers.append((("y",), Reference("value", task.last + 1)))
+    if bias is not None:
+        draft.pointers.append((("bias",), Reference("tensor", bias.name)))

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from dispatcher.backends.cuda.conv_fma import ended, epilogue_source
 from dispatcher.backends.cuda.convolution import halo_tables
-from dispatcher.backends.cuda.gathering import NO_GATHER
-from dispatcher.backends.cuda.program import Described, Draft, Program, Reference
+from dispatcher.backends.cuda.program import Described, Draft, Program
 from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ConvTask, Task
@@ -55,15 +55,6 @@ class Halo:
             (("passes",), program.table(tables.passes)),
             (("taps",), program.table(tables.taps)),
         ]
-        if convolution.bias is not None:
-            draft.pointers.append((("bias",), Reference("tensor", convolution.bias.name)))
-        gather = task.gather
-        if gather is not None:
-            shape = task.steps[-1].shape
-            gathered = program.gather(task.last + 1, math.prod(map(int, p["tiles"])), gather, shape)
-            draft.pointers.append((("gathered",), gathered))
-        if gather is None or gather.stored:
-            draft.pointers.append((("y",), Reference("value", task.last + 1)))
         draft.defines.update(
             program.defines(stored, program.value_dtype(task.last + 1)),
             **tile.defines,
@@ -80,10 +71,8 @@ class Halo:
             POOL_Z=epilogue.window[0],
             POOL_Y=epilogue.window[1],
             POOL_X=epilogue.window[2],
-            CHANNEL_REDUCE=int(epilogue.channels is not None),
-            STORE=int(gather is None or gather.stored),
-            **(NO_GATHER if gather is None else gather.defines),
         )
+        ended(draft, task, program, math.prod(map(int, p["tiles"])))
         blocks = halo.blocks(tile)
         algorithm, detail = _described(task)
 
@@ -114,19 +103,11 @@ class Halo:
 
 def _source(task: ConvTask, prologue: Prologue) -> Source:
     """Chains and monoids of a launch."""
-    epilogue = task.epilogue
-    first, second, last = epilogue.starts
-    source = Source()
-    source.team("first_chain", epilogue.first, first)
-    source.team("second_chain", epilogue.second, second)
-    source.chain("last_chain", epilogue.last, last)
+    source = epilogue_source(task)
+    source.monoid("box", task.epilogue.pool)
+    source.monoid("pool", prologue.pool)
     source.chain("pre_first_chain", prologue.first, 0)
     source.chain("pre_second_chain", prologue.second, 0)
-    source.monoid("pool", prologue.pool)
-    source.monoid("fold", epilogue.fold)
-    source.monoid("box", epilogue.pool)
-    source.monoid("channel", epilogue.channels)
-    source.monoid("gather", None if task.gather is None else task.gather.reduce)
     return source
 
 
