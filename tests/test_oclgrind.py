@@ -28,7 +28,7 @@ from dispatcher.problem.schema import problem_from_mapping
 RUNTIMES = ("/usr/lib/oclgrind/liboclgrind-rt-icd.so", "/usr/lib/x86_64-linux-gnu/liboclgrind-rt-icd.so")
 ROOT = Path(__file__).parent.parent
 KERNEL = "conv_transpose3d_tiled.cl"
-SLICES = "slices.cl"
+SLICES = "over_slices.cl"
 REDUCTION = "group_reduction.cl"
 LAYER_NORM = "conv-transpose3d-layernorm-gelu-scaling"
 POOLED = "conv-transpose3d-sum-layernorm-avgpool-gelu"
@@ -159,8 +159,8 @@ def operator_named(name: str) -> Operator:
 
 def main(request: dict[str, Any]) -> None:
     """What the simulating process does."""
-    from dispatcher.backends.opencl import BACKEND, render, tiled
-    from dispatcher.backends.opencl.limits import Limits
+    from dispatcher.backends.opencl import BACKEND, executable, render
+    from dispatcher.backends.opencl.target import Limits
     from dispatcher.check.comparison import poisoned, verify_result
     from dispatcher.check.inputs import random_tensors
 
@@ -179,7 +179,7 @@ def main(request: dict[str, Any]) -> None:
 
     render.kernel_source = patched  # type: ignore[assignment]
     # A work-group of a GPU, with several slices of channels in the epilogue.
-    tiled.limits_of = lambda runtime: Limits(64, 24 << 10, 64, 1)
+    executable.limits_of = lambda runtime: Limits(64, 24 << 10, 64, 1)
     operator = operator_named(request["name"])
     (device,) = BACKEND.probe()
     executable = BACKEND.compile(operator, device, {"algorithm": "tiled"})
@@ -215,14 +215,14 @@ BARRIERS = {
     "results": (PLAIN, KERNEL, "the phase's results are there"),
     "before_fold": (POOLED, KERNEL, "what the steps before the fold wrote is there"),
     "folded": (POOLED, KERNEL, "the folded results are there"),
-    "slices_written": (POOLED, SLICES, "all partial sums are there"),
-    "slices_read": (POOLED, SLICES, "everybody has read the sums"),
+    "slices_written": (POOLED, SLICES, "all partial values are there"),
+    "slices_read": (POOLED, SLICES, "everybody has read them"),
     "row_written": ("rows", SLICES, "all partial values are there"),
-    "row_paired": ("rows", SLICES, "the larger ones of pairs are there"),
+    "row_paired": ("rows", SLICES, "pairs are combined"),
     "row_read": ("rows", SLICES, "everybody has read them"),
-    "columns_written": ("columns", SLICES, "all partial sums are there"),
-    "columns_paired": ("columns", SLICES, "the sums of pairs are there"),
-    "columns_read": ("columns", SLICES, "everybody has read the sums"),
+    "columns_written": ("columns", SLICES, "all partial values are there"),
+    "columns_paired": ("columns", SLICES, "pairs are combined"),
+    "columns_read": ("columns", SLICES, "everybody has read them"),
 }
 
 

@@ -84,7 +84,7 @@ class Group:
     Attributes:
         prologue: pointwise steps before the first part; the whole group where there is none.
         parts: the rest.
-        skips: a tail or chain reads whole tensors, where results are stored.
+        at_store: the last tail runs where results are stored, for instance since it reads whole tensors.
         declined: why the convolution runs alone, element by element; None otherwise.
         gathers: what is left of each row of the result for the next launch.
         stored: False when nobody reads the result itself.
@@ -98,7 +98,7 @@ class Group:
         self.note = ""
         self.prologue: list[Pointwise] = []
         self.parts: list[Part] = []
-        self.skips = False
+        self.at_store = False
         self.declined: str | None = None
         self.gathers: Statistics | None = None
         self.stored = True
@@ -165,7 +165,7 @@ class Group:
             return "a step of its own"
         elif self.declined is not None:
             return self.declined
-        elif self.skips:
+        elif self.at_store:
             return f"{step.op} follows an operand that is read where results are stored"
         else:
             reason = self.rules.joins(self, step)
@@ -174,7 +174,7 @@ class Group:
         return reason
 
     def _prologue_reason(self) -> str | None:
-        if self.skips:
+        if self.at_store:
             return "a step before the convolution has an operand that varies along more than the channel axis"
         return next((reason for step in self.prologue if (reason := self.rules.precedes(step))), None)
 
@@ -188,7 +188,7 @@ class Group:
                 made_by = self.operator.steps[operand.value - 1].op
                 return f"{step.op} reads the result of {made_by}, which is not at hand any more"
             skips = True
-        self.skips |= skips
+        self.at_store |= skips
         self.tail.append(step)
         return None
 
@@ -203,7 +203,7 @@ class Group:
         wanted = wanted_statistics(consumer.steps[0])
         if isinstance(wanted, str):
             return wanted
-        if not self.rules.gathers:
+        if self.rules.cache is None:
             return "work-groups do not store whole rows"
         if self.declined is not None or (
             self.parts and not isinstance(self.parts[0].step, ConvTranspose3d | Pool) and self.given is None
@@ -228,11 +228,12 @@ class Rules:
 
     Attributes:
         forbids: why no step joins another one; None where some do.
-        gathers: launches can leave statistics of rows.
+        cache: bytes that a launch finds again without reading memory; statistics of what fits are not worth their
+            while. None where launches cannot leave any.
     """
 
     forbids: str | None = None
-    gathers = False
+    cache: int | None = None
 
     def opens(self, step: ConvTranspose3d) -> str | None:
         """None when a kernel of these rules can run the convolution, else why it is gathered by element."""
@@ -260,11 +261,11 @@ class LineRules(Rules):
     """What the CPU kernel does, which keeps whole lines of all channels in cache.
 
     Args:
-        gathers: whether launches behind it, too, are those of CPUs, which use what it leaves of rows.
+        cache: as in :class:`Rules`; None where launches behind it are not those of CPUs, which use statistics.
     """
 
-    def __init__(self, *, gathers: bool = True) -> None:
-        self.gathers = gathers
+    def __init__(self, cache: int | None = 0) -> None:
+        self.cache = cache
 
     def opens(self, step: ConvTranspose3d) -> str | None:
         return _phases_reason(step)
@@ -348,7 +349,7 @@ def _bound(group: Group) -> ScalarOperand | None:
     return None
 
 
-def share_statistics(groups: list[Group], lanes: int) -> list[Group]:
+def share_statistics(groups: list[Group], lanes: int, cache: int) -> list[Group]:
     """Let each group leave for the next one what that one would otherwise read its source once more for.
 
     Returns:
@@ -358,7 +359,7 @@ def share_statistics(groups: list[Group], lanes: int) -> list[Group]:
         return groups
     flow = Flow(groups[0].operator)
     result = [groups[0]]
-    for consumer in groups[1:]:
+    for number, consumer in enumerate(groups[1:], start=1):
         producer = result[-1]
         if consumer.source != producer.output:
             result.append(consumer)
@@ -370,15 +371,22 @@ def share_statistics(groups: list[Group], lanes: int) -> list[Group]:
             assert isinstance(first, Reduce)
             producer.reduction, producer.note = first, consumer.note
             producer.tail.extend(consumer.tail)
-            producer.last, producer.skips = consumer.last, consumer.skips
+            producer.last, producer.at_store = consumer.last, consumer.at_store
             result[-2].stored = flow.readers[producer.source] > 1
             continue
         found = producer.gather(consumer, lanes)
         result.append(consumer)
-        if isinstance(found, str):
+        # A pass over memory is spared where the result need not be stored, or a place of it does not fit the cache.
+        spared = alone and isinstance(first, Reduce)
+        following = groups[number + 1].steps[0] if number + 1 < len(groups) else None
+        spared |= (
+            alone and isinstance(first, Normalize) and len(consumer.steps) == 1 and _over_space(following)
+        )
+        if isinstance(found, str) or not (spared or _place_bytes(first) > cache):
             continue
         if isinstance(first, Softmax) and alone and (bound := _bound(producer)) is not None:
             shape = producer.steps[-1].shape
+            producer.at_store = True
             producer.tail.append(Pointwise("softmax", producer.output, shape, shape, EXP_BELOW, (bound,)))
             found = Statistics("total", ReductionForm("sum", SUM))
         producer.gathers, consumer.given = found, found
@@ -391,10 +399,22 @@ def _from_moments(producer: Group, step: Step) -> bool:
     normalised = producer.parts[0].step if producer.parts else None
     if not isinstance(normalised, Normalize) or producer.given is None or len(producer.steps) > 1:
         return False
+    return _over_space(step)
+
+
+def _over_space(step: Step | None) -> bool:
+    """Whether ``step`` is a mean or sum over space."""
     return isinstance(step, Reduce) and step.axes == SPATIAL and step.form.monoid is SUM and step.form.plain
+
+
+def _place_bytes(step: Step) -> int:
+    """Bytes of what one result of a reduction, a normalisation or a softmax is made from, in float32."""
+    assert isinstance(step, Normalize | Softmax | Reduce)
+    groups = step.groups if isinstance(step, Normalize) else 1
+    return 4 * math.prod(step.input_shape[axis] for axis in step.axes) // groups
 
 
 def plan(operator: Operator, rules: Rules, lanes: int) -> list[Group]:
     """The groups of an operator under some rules, with their statistics."""
     groups = split(operator, lambda first: Group(operator, first, rules))
-    return share_statistics(groups, lanes) if rules.gathers else groups
+    return groups if rules.cache is None else share_statistics(groups, lanes, rules.cache)

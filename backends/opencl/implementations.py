@@ -219,7 +219,9 @@ def rules_of(target: Target, options: Options, itemsize: int, refused: list[Conv
         return Rules()
     if options.algorithm == "tiled":
         return tiled.TiledRules(target.limits, itemsize, refused)
-    return LineRules(gathers=target.facts.cpu)
+    if not target.facts.cpu:
+        return LineRules(None)
+    return LineRules(0 if options.fusion == "eager" else target.facts.cache)
 
 
 def tasks_of(

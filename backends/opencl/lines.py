@@ -263,10 +263,10 @@ def render(
     pools = [number for number, part in enumerate(rest) if isinstance(part.step, Pool)]
     before_fold = rest[: pools[0]] if pools else rest
     after_fold = rest[pools[-1] + 1 :] if pools else []
-    at_store = group.tail if group.skips else []
+    at_store = group.tail if group.at_store else []
 
     def tail_of(part: Part) -> str:
-        return "" if group.skips and part is group.parts[-1] else operands.tail(part.tail)
+        return "" if group.at_store and part is group.parts[-1] else operands.tail(part.tail)
 
     prologue_text = operands.tail(group.prologue)
     conv_text = operands.bias(convolution) + tail_of(first)

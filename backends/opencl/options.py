@@ -25,7 +25,8 @@ class Options:
         line: ``rows`` or ``flat`` (direct and winograd); see :mod:`dispatcher.backends.opencl.tiles`.
         rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
-        fusion: ``off`` makes every step a launch of its own, to see what fusion is worth.
+        fusion: ``off`` makes every step a launch of its own, to see what fusion is worth; ``eager`` lets launches leave
+            statistics for the next one also where that one would find its input in the cache.
     """
 
     algorithm: str = "auto"
@@ -62,8 +63,8 @@ class Options:
             )
         if parsed.tuned not in (None, "ignore"):
             raise InputError(f"tuned is {parsed.tuned!r}; expected ignore")
-        if parsed.fusion not in (None, "off"):
-            raise InputError(f"fusion is {parsed.fusion!r}; expected off")
+        if parsed.fusion not in (None, "off", "eager"):
+            raise InputError(f"fusion is {parsed.fusion!r}; expected off or eager")
         for name in ("tile", "box"):
             pair(name, getattr(parsed, name))
         return parsed

@@ -407,7 +407,7 @@ def render(layout: TileLayout, group: Group) -> tuple[str, KernelOperands]:
     before_fold, after_fold = (rest, []) if pool is None else (rest[:pool], rest[pool + 1 :])
 
     def tail_of(part: Part) -> str:
-        return "" if group.skips and part is group.parts[-1] else operands.tail(part.tail)
+        return "" if group.at_store and part is group.parts[-1] else operands.tail(part.tail)
 
     before, before_calls, folded = render_stages(
         TILE_STAGES, operands, before_fold, 1, g.out_channels, tail_of
@@ -474,7 +474,7 @@ def render(layout: TileLayout, group: Group) -> tuple[str, KernelOperands]:
     conv_text = operands.bias(convolution) + tail_of(first)
     channel = "OUT_CHANNEL + row"
     at_store = Site(channel, ("place.w", channel, "d", "h", "w"))
-    store = operands.tail(group.tail if group.skips else [], at_store)
+    store = operands.tail(group.tail if group.at_store else [], at_store)
     values["PARAMETERS"] = operands.parameters
     text = kernel_text(
         real,

@@ -45,7 +45,6 @@
 // written but these.
 static void store_row(global REAL *restrict y, global const REAL *restrict line, global const REAL *restrict operands, const int n,
                       const int c, const int d, const int h PARAMETERS) {
-  const size_t row = (((size_t)n * OUT_C + c) * OUT_D + d) * OUT_H + h;
   GATHER_BEGIN
 #define FINISH(v, w, left)  \
   real_v value = v;         \
@@ -86,7 +85,7 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
     store_lanes(value, y + w, OUT_W - w);
 #endif
   }
-  GATHER_END(row)
+  GATHER_END((((size_t)n * OUT_D + d) * OUT_H + h) * OUT_C + c)
 }
 #else
 static void store_row(global REAL *restrict y, global const REAL *restrict line) {

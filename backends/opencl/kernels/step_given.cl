@@ -34,7 +34,15 @@
     }                                                                                      \
     total = COMBINE(total, run);                                                           \
   }
-#define NUMBERS(k) load_lanes(given + (size_t)(k) * GIVEN_ROWS + (size_t)plane * PLANE_ROWS + row, left, R(0.0))
+#define NUMBERS(k) numbers_of(given + (size_t)(k) * GIVEN_ROWS, plane, row, left)
+
+// Numbers of a plane's rows from `row` on, of which there are `left`.
+static real_v numbers_of(global const REAL *restrict given, const size_t plane, const int row, const int left) {
+  given += (plane / CHANNELS * PLANE_ROWS + row) * CHANNELS + plane % CHANNELS;
+  REAL lanes[VEC];
+  for (int i = 0; i < VEC; i++) lanes[i] = i < left ? given[(size_t)i * CHANNELS] : R(0.0);
+  return LOAD_V(lanes);
+}
 
 #if GIVEN_MOMENTS
 // Sum of the means of a plane's rows, and sum of squared deviations of a plane's elements from `mean`.
@@ -154,7 +162,7 @@ kernel void KERNEL_NAME(global const REAL *x, global const REAL *restrict given,
         store_lanes(value, y + base + w, OUT_W - w);
 #endif
       }
-      GATHER_END(plane * PLANE_ROWS + row)
+      GATHER_END((n * PLANE_ROWS + row) * CHANNELS + c)
     }
   }
 }

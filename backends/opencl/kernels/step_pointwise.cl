@@ -21,5 +21,5 @@ kernel void pointwise_step(global const REAL *x, global const REAL *restrict ope
     store_lanes(value, y + row * OUT_W + w, OUT_W - w);
 #endif
   }
-  GATHER_END(row)
+  GATHER_END(((n * DEPTH + d) * HEIGHT + h) * CHANNELS + c)
 }

@@ -36,5 +36,5 @@ kernel void pool_step(global const REAL *restrict x, global const REAL *restrict
     store_lanes(value, y + row * OUT_W + w, OUT_W - w);
 #endif
   }
-  GATHER_END(row)
+  GATHER_END(((n * OUT_D + d) * OUT_H + h) * CHANNELS + c)
 }
