@@ -1,22 +1,28 @@
 """What fusion is worth: pipelines fused and with option ``fusion=off``, interleaved in one process.
 
-    python -m bench.fusions [--device opencl] [--rounds 7] [--scale 1.0]
+    python bench/fusions.py [--device opencl] [--rounds 15] [--scale 1.0] [--output FILE.json]
 
-Prints a Markdown table: launches and the median time of a call, both ways. Every fused result is first compared with
-the unfused one.
+Prints a Markdown table: launches and the median time of a call, both ways. Every result is first compared with the
+reference.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 import dispatcher
-from dispatcher.problem.loader import problem_from_mapping
+from bench.common import markdown, plain_parser, write_json
+from dispatcher.check.comparison import verify_results
+from dispatcher.problem.schema import problem_from_mapping
+from dispatcher.timing.racing import environment
+from dispatcher.timing.sampling import Schedule, Times, ratio, take_turns, timed
 
 #: Batch, input channels, depth, height, width; output channels.
 SHAPE, CHANNELS = (4, 16, 16, 32, 32), 32
@@ -64,11 +70,11 @@ def tensors(scale: float) -> dict[str, np.ndarray]:
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def measure(after: list[Any], inputs: dict[str, np.ndarray], device: str, rounds: int) -> list[str]:
-    """Launches and seconds of one pipeline, unfused and fused, as cells of the table.
+def measure(after: list[Any], inputs: dict[str, np.ndarray], device: str, rounds: int) -> dict[str, Any]:
+    """Launches and times of one pipeline, unfused and fused.
 
     Raises:
-        AssertionError: the two results differ.
+        VerificationError: a result is wrong.
     """
     used = {name: array for name, array in inputs.items() if name != "t" or "'t'" in repr(after)}
     parameters: list[dict[str, Any]] = [
@@ -79,36 +85,52 @@ def measure(after: list[Any], inputs: dict[str, np.ndarray], device: str, rounds
     problem = problem_from_mapping(
         {"name": "fusions", "parameters": parameters, "pipeline": [CONVOLUTION, *after]}
     )
-    calls = [
-        dispatcher.compile(problem, device=device, options=options) for options in ({"fusion": "off"}, {})
-    ]
-    results = [call(**used) for call in calls]
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-3, atol=1e-3 * np.abs(results[0]).max() + 1e-6)
-    times: list[list[float]] = [[], []]
-    for number in range(2 * rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            start = time.perf_counter()
-            calls[which](**used)
-            times[which].append(time.perf_counter() - start)
-    launches = [len(call.explain(**used).launches) for call in calls]
-    medians = [statistics.median(each) for each in times]
-    ratio = medians[0] / medians[1]
-    return [*map(str, launches), *(f"{1e3 * each:.1f} ms" for each in medians), f"{ratio:.2f}"]
+    ways = {"unfused": {"fusion": "off"}, "fused": {}}
+    calls = {
+        way: dispatcher.compile(problem, device=device, options=options) for way, options in ways.items()
+    }
+    explained = {way: call.explain(**used) for way, call in calls.items()}
+    for found in verify_results(explained["fused"].operator, used, [call(**used) for call in calls.values()]):
+        if not found.passed:
+            raise dispatcher.VerificationError(found.reason)
+    output = np.empty(explained["fused"].operator.output_shape, np.float32)
+    runs = {way: timed(lambda call=call: call(**used, output=output)) for way, call in calls.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in runs}
+    schedule = Schedule(rounds, order="mirrored")
+    take_turns(list(runs), schedule, lambda way: seconds[way].append(runs[way]()))
+    return {
+        way: {"launches": len(explained[way].launches), **Times(tuple(seconds[way])).as_dict()}
+        for way in runs
+    }
+
+
+def cells(name: str, found: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    unfused, fused = (found[way] for way in ("unfused", "fused"))
+    gain = ratio(*(Times(tuple(each["seconds"])) for each in (unfused, fused)))
+    times = [f"{1e3 * each['median_s']:.1f} ms" for each in (unfused, fused)]
+    launches = [str(each["launches"]) for each in (unfused, fused)]
+    return [name, *launches, *times, f"{gain.value:.2f} ({gain.low:.2f}-{gain.high:.2f})"]
 
 
 def main() -> None:
     """Measure all pipelines and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = plain_parser(__doc__)
     parser.add_argument("--device", default="opencl")
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of calls each way round")
+    parser.add_argument("--rounds", type=int, default=15, help="calls each way")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the batch")
+    parser.add_argument("--output", type=Path, help="a JSON file to write")
     arguments = parser.parse_args()
     inputs = tensors(arguments.scale)
-    print("| pipeline | launches, unfused | fused | time, unfused | fused | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, after in PIPELINES.items():
-        cells = measure(after, inputs, arguments.device, arguments.rounds)
-        print("| " + " | ".join([name, *cells]) + " |", flush=True)
+    found = {
+        name: measure(after, inputs, arguments.device, arguments.rounds) for name, after in PIPELINES.items()
+    }
+    titles = ("pipeline", "launches, unfused", "fused", "time, unfused", "fused", "unfused / fused")
+    print("\n".join(markdown(titles, [cells(name, each) for name, each in found.items()])))
+    if arguments.output is not None:
+        write_json(
+            arguments.output, {**environment(), "shape": SHAPE, "channels": CHANNELS, "results": found}
+        )
 
 
 if __name__ == "__main__":
