@@ -82,11 +82,7 @@ class Launch:
         self._finite = True
         self._scratch: Any = None
         self._counter: Any = None
-        self._tables = {
-            position: runtime.constant(each.numbers)
-            for position, each in enumerate(lowered.arguments)
-            if isinstance(each, Table)
-        }
+        self._tables: dict[int, Any] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -145,6 +141,8 @@ class Launch:
             case KernelOperands():
                 return self._operands.buffer
             case Table():
+                if position not in self._tables:
+                    self._tables[position] = self._runtime.constant(argument.numbers)
                 return self._tables[position]
             case Scratch():
                 if self._scratch is None:
