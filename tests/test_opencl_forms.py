@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from dispatcher.backends.numpy_ref import steps as reference
+from dispatcher.ops.binding import Field, Operation, pointwise, reduction
+from dispatcher.ops.binding import pool as pool_of
 from dispatcher.ops.forms import MAX, PRODUCT, SUM, PointwiseForm, ReductionForm
 from dispatcher.ops.steps import Pool, Step
-from dispatcher.ops.vocabulary import VOCABULARY, Field, Operation, _pool, pointwise, reduction
+from dispatcher.ops.vocabulary import VOCABULARY
 from tests.strategies import PLACES, Place, conv_operator, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
@@ -91,7 +93,7 @@ UFUNCS = {"sum_abs": np.add, "root_mean_square": np.add, "min": np.minimum, "pro
 def test_a_new_pool_runs_everywhere(place: Place, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a launch of its own and, where it is plain, folded into a convolution."""
     form = form_of(op)
-    new = Operation(VOCABULARY["max_pool3d"].fields, _pool(form), "")
+    new = Operation(VOCABULARY["max_pool3d"].fields, pool_of(form), "")
     monkeypatch.setitem(VOCABULARY, "new_pool3d", new)
 
     def pooled(step: Pool, x: np.ndarray) -> np.ndarray:
@@ -124,7 +126,7 @@ def test_what_has_no_form_here_is_declined_before_anything_is_compiled(
     operator = operator_of({"x": (1, 2, 3, 4, 5)}, ["strange"])
     reason = BACKEND.supports(operator, device)
     assert reason is not None and "strange" in reason and "opencl" in reason
-    shifted = Operation(VOCABULARY["max_pool3d"].fields, _pool(form_of("log_sum_exp")), "")
+    shifted = Operation(VOCABULARY["max_pool3d"].fields, pool_of(form_of("log_sum_exp")), "")
     monkeypatch.setitem(VOCABULARY, "shifted_pool3d", shifted)
     operator = operator_of({"x": (1, 2, 4, 4, 4)}, [{"op": "shifted_pool3d", "window": 2}])
     assert isinstance(operator.steps[0], Pool)

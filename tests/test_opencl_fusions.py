@@ -12,9 +12,8 @@ import pytest
 
 import dispatcher
 from dispatcher.check.comparison import Comparison
-from dispatcher.check.verifying import call_on, checked_run
 from dispatcher.problem.operator import Operator
-from tests.strategies import PLACES, Place, operator_of, tensors_of
+from tests.strategies import PLACES, Place, call_on, checked_run, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
 

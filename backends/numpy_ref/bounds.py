@@ -121,14 +121,14 @@ class _Rules:
         error = np.where(np.abs(array) < self.arithmetic.tiny, np.abs(array), 0.0)
         return Bounded(array, error if error.any() else np.broadcast_to(0.0, array.shape))
 
+    def number(self, value: float) -> Bounded:
+        """A number is rounded once; an infinite one is exact."""
+        error = abs(value) * self.arithmetic.roundoff if math.isfinite(value) else 0.0
+        return Bounded(np.float64(value), np.float64(error))
+
     def compute(self, step: Step, x: Bounded, operands: Sequence[Bounded | float]) -> Bounded:
         """One step of the pipeline with its error."""
-        bounded = [
-            operand
-            if isinstance(operand, Bounded)
-            else Bounded(np.float64(operand), np.float64(abs(operand) * self.arithmetic.roundoff))
-            for operand in operands
-        ]
+        bounded = [operand if isinstance(operand, Bounded) else self.number(operand) for operand in operands]
         y = reference.apply(step, x.value, [operand.value for operand in bounded], self.advance)
         error = self.table[type(step)](step, x, y, *bounded)
         # An infinite or undefined value has no error: it is met exactly or not at all.
