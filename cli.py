@@ -65,12 +65,9 @@ def _flag(text: str, *names: str, callback: Callable[[Any], Any] | None = None) 
     return typer.Option(*names, callback=callback, is_eager=callback is not None, help=text)
 
 
-ProblemArgument = Annotated[
-    str, typer.Argument(metavar="PROBLEM", help="Name of a problem, or path of its file.")
-]
+ProblemArgument = Annotated[str, typer.Argument(metavar="PROBLEM", help="Name of a problem, or path of its file.")]
 ProblemsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[PROBLEM]...", help="Names or paths; all bundled ones if left out."),
+    list[str] | None, typer.Argument(metavar="[PROBLEM]...", help="Names or paths; all bundled ones if left out.")
 ]
 _ELSE = "If left out: the environment variable"
 DeviceOption = Annotated[
@@ -100,18 +97,14 @@ SeedOption = Annotated[str, _option("N", "Seed of the random tensors, from 0 to 
 AlgorithmOption = Annotated[
     str | None,
     _option(
-        "A",
-        "Algorithm of the convolution, as the backend names it: OpenCL has auto, direct, winograd, tiled, gather.",
+        "A", "Algorithm of the convolution, as the backend names it: OpenCL has auto, direct, winograd, tiled, gather."
     ),
 ]
 TuningOption = Annotated[
-    list[str] | None,
-    _option("NAME=VALUE", "A tuning option of the backend, such as box=2x8. Repeatable.", "--option"),
+    list[str] | None, _option("NAME=VALUE", "A tuning option of the backend, such as box=2x8. Repeatable.", "--option")
 ]
 JsonOption = Annotated[bool, _flag("Print JSON.", "--json")]
-DebugOption = Annotated[
-    bool, _flag("Log everything; show tracebacks.", "--debug", callback=_log_at(logging.DEBUG))
-]
+DebugOption = Annotated[bool, _flag("Log everything; show tracebacks.", "--debug", callback=_log_at(logging.DEBUG))]
 VerboseOption = Annotated[bool, _flag("Log what happens.", "--verbose", "-v", callback=_log_at(logging.INFO))]
 SelfTestOption = Annotated[
     bool | None,
@@ -138,9 +131,7 @@ GlobalSizeOption = Annotated[
         "function is called on the host.",
     ),
 ]
-RetestOption = Annotated[
-    bool, _flag("Try the devices out again, whatever is known from earlier.", "--retest")
-]
+RetestOption = Annotated[bool, _flag("Try the devices out again, whatever is known from earlier.", "--retest")]
 
 
 # ---- commands ----------------------------------------------------------------------------------------------
@@ -239,9 +230,7 @@ def run_command(
         str | None, _option("C", "Named case for what is not set; sample if no tensor is given either.")
     ] = None,
     settings: SetOption = None,
-    tensor: Annotated[
-        list[str] | None, _option("NAME=FILE.npy", "A tensor; random if left out. Repeatable.")
-    ] = None,
+    tensor: Annotated[list[str] | None, _option("NAME=FILE.npy", "A tensor; random if left out. Repeatable.")] = None,
     output: Annotated[str | None, _option("FILE.npy", "Where to write the result.")] = None,
     trace: Annotated[
         str | None, _option("FILE.json", "Where to write what the calls did, for Chrome's tracing.")
@@ -393,9 +382,7 @@ def verify_command(
             raise InputError(f"--kernel is for one problem, and {len(problem or ())} are given; name one")
         commandline.check_choices(dtype, precision)
         numeric = {"dtype": dtype, "precision": precision, "seed": seed_number}
-        _judge(
-            problem[0], kernel, case, settings, of_kernel, as_json, device=device, inputs=inputs, **numeric
-        )
+        _judge(problem[0], kernel, case, settings, of_kernel, as_json, device=device, inputs=inputs, **numeric)
         return
     if of_kernel:
         name = next(iter(of_kernel)).replace("_", "-").removesuffix("s")
@@ -517,12 +504,8 @@ def bench_command(
             "torch-compile-channels-last, onnxruntime, openvino.",
         ),
     ] = None,
-    repeat: Annotated[
-        str | None, _option("N", "Rounds; if left out, until the medians are known well.")
-    ] = None,
-    time_limit: Annotated[
-        str | None, _option("S", "Seconds for each problem after which no round begins.")
-    ] = None,
+    repeat: Annotated[str | None, _option("N", "Rounds; if left out, until the medians are known well.")] = None,
+    time_limit: Annotated[str | None, _option("S", "Seconds for each problem after which no round begins.")] = None,
     warmup: Annotated[str, _option("N", "Calls before them.")] = "2",
     verify: Annotated[bool, _flag("Check every result.")] = True,
     force: Annotated[bool, _flag("Measure although others use the machine.", "--force")] = False,
@@ -590,9 +573,7 @@ def bench_command(
         words.say_races(races)
     if target is not None and any(race.results for race in races):
         draw_races(races, "kernel-dispatcher, times on this machine", target)
-    errors = [
-        error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)
-    ]
+    errors = [error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]
     if codes:

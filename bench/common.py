@@ -30,15 +30,7 @@ from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.contenders import Contender, Lineup, Witness
 from dispatcher.timing.racing import environment
-from dispatcher.timing.sampling import (
-    Order,
-    Probe,
-    Sample,
-    Times,
-    quiet_times,
-    sample_beside,
-    threshold_gflops,
-)
+from dispatcher.timing.sampling import Order, Probe, Sample, Times, quiet_times, sample_beside, threshold_gflops
 
 RESULTS = ROOT / "bench" / "results"
 

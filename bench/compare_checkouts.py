@@ -167,9 +167,7 @@ def report_text(report: Mapping[str, Any]) -> str:
             mark = "~" if spread["noisy"] else ""
             cells = [f"`{case['problem']}`, batch {case['batch']}", case["label"], what]
             for side in SIDES:
-                median, low, high = (
-                    1e3 * seconds for seconds in (found[f"{side}_s"], *found[f"{side}_quartiles_s"])
-                )
+                median, low, high = (1e3 * seconds for seconds in (found[f"{side}_s"], *found[f"{side}_quartiles_s"]))
                 cells.append(f"{mark}{median:.2f} ({low:.2f}–{high:.2f})")
             cells.append(f"{mark}**{spread['value']:.3f}** ({spread['low']:.3f}–{spread['high']:.3f})")
             rows.append([*cells, f"{found['low']:.3f}–{found['high']:.3f}", found["verdict"]])
@@ -203,9 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run.start(PROGRAM, settings)
     with ExitStack() as stack:
         try:
-            checkouts = [
-                stack.enter_context(closing(Checkout(each, getattr(settings, each)))) for each in SIDES
-            ]
+            checkouts = [stack.enter_context(closing(Checkout(each, getattr(settings, each)))) for each in SIDES]
         except RuntimeError as error:
             say(f"{PROGRAM}: {error}")
             return 2

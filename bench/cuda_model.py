@@ -175,9 +175,7 @@ def expected_table(clock: float) -> list[str]:
     """Estimates for an H100."""
     rows = []
     for name, published in PUBLISHED.items():
-        estimates = (
-            estimated_ms(bind_case(name, precision=precision), clock) for precision in ("fp32", "tf32")
-        )
+        estimates = (estimated_ms(bind_case(name, precision=precision), clock) for precision in ("fp32", "tf32"))
         rows.append([short(name), *(f"{ms:.1f}" for ms in estimates), *(f"{ms:#.3g}" for ms in published)])
     return markdown(("problem", "estimated fp32", "estimated tf32", "PyTorch eager", "torch.compile"), rows)
 
@@ -210,9 +208,7 @@ def main() -> int:
             f"tensor cores at {tensor_tflops(clock):.0f} TFLOP/s"
         )
         for name, precision, chosen, best in choices(found):
-            print(
-                f"  {short(name):35} {precision}  chosen {chosen:.2f} ms  best {best:.2f} ms  {chosen / best:.2f}"
-            )
+            print(f"  {short(name):35} {precision}  chosen {chosen:.2f} ms  best {best:.2f} ms  {chosen / best:.2f}")
         return clock
 
     clock = report_errors()

@@ -132,9 +132,7 @@ def disassemble(cubin: Path, name: str, cuobjdump: str) -> Code:
     """Count instructions of function ``name``."""
     folders = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])  # it calls nvdisasm
     command = [cuobjdump, "--dump-sass", "--function", name, str(cubin)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": folders}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": folders})
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", done.stdout)
     code = [(int(address, 16), text) for address, text in found]
 

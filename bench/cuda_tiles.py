@@ -64,9 +64,7 @@ def rows(name: str, precision: str, case: str, count: int, device: Device) -> It
     for prologue in ("separate", "fused") if choice else ("separate",):
         (task,) = halo_tasks(Setting(operator, Target.of(context), Options(prologue=prologue)))
         if task is None:
-            raise DeviceError(
-                f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time"
-            )
+            raise DeviceError(f"{device.id} does not run {name} on tensor cores, so that there are no tiles to time")
         for tile, cycles in one_of_each_kind(task, count):
             options = {"tile": str(task.name(tile)), "prologue": prologue}
             times, convolution = measure(operator, device, tensors, options)

@@ -61,12 +61,7 @@ def tensors(scale: float) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     batch = max(1, round(SHAPE[0] * scale))
     output = (batch, CHANNELS, *(2 * extent for extent in SHAPE[2:]))
-    shapes = {
-        "x": (batch, *SHAPE[1:]),
-        "w": (SHAPE[1], CHANNELS, 3, 3, 3),
-        "b": (CHANNELS,),
-        "t": output,
-    }
+    shapes = {"x": (batch, *SHAPE[1:]), "w": (SHAPE[1], CHANNELS, 3, 3, 3), "b": (CHANNELS,), "t": output}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
@@ -78,17 +73,12 @@ def measure(after: list[Any], inputs: dict[str, np.ndarray], device: str, rounds
     """
     used = {name: array for name, array in inputs.items() if name != "t" or "'t'" in repr(after)}
     parameters: list[dict[str, Any]] = [
-        {"name": name, "type": "tensor", "const": True, "shape": list(array.shape)}
-        for name, array in used.items()
+        {"name": name, "type": "tensor", "const": True, "shape": list(array.shape)} for name, array in used.items()
     ]
     parameters.append({"name": "output", "type": "tensor", "const": False})
-    problem = problem_from_mapping(
-        {"name": "fusions", "parameters": parameters, "pipeline": [CONVOLUTION, *after]}
-    )
+    problem = problem_from_mapping({"name": "fusions", "parameters": parameters, "pipeline": [CONVOLUTION, *after]})
     ways = {"unfused": {"fusion": "off"}, "fused": {}}
-    calls = {
-        way: dispatcher.compile(problem, device=device, options=options) for way, options in ways.items()
-    }
+    calls = {way: dispatcher.compile(problem, device=device, options=options) for way, options in ways.items()}
     explained = {way: call.explain(**used) for way, call in calls.items()}
     for found in verify_results(explained["fused"].operator, used, [call(**used) for call in calls.values()]):
         if not found.passed:
@@ -98,10 +88,7 @@ def measure(after: list[Any], inputs: dict[str, np.ndarray], device: str, rounds
     seconds: dict[str, list[float]] = {way: [] for way in runs}
     schedule = Schedule(rounds, order="mirrored")
     take_turns(list(runs), schedule, lambda way: seconds[way].append(runs[way]()))
-    return {
-        way: {"launches": len(explained[way].launches), **Times(tuple(seconds[way])).as_dict()}
-        for way in runs
-    }
+    return {way: {"launches": len(explained[way].launches), **Times(tuple(seconds[way])).as_dict()} for way in runs}
 
 
 def cells(name: str, found: dict[str, Any]) -> list[str]:
@@ -122,15 +109,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file to write")
     arguments = parser.parse_args()
     inputs = tensors(arguments.scale)
-    found = {
-        name: measure(after, inputs, arguments.device, arguments.rounds) for name, after in PIPELINES.items()
-    }
+    found = {name: measure(after, inputs, arguments.device, arguments.rounds) for name, after in PIPELINES.items()}
     titles = ("pipeline", "launches, unfused", "fused", "time, unfused", "fused", "unfused / fused")
     print("\n".join(markdown(titles, [cells(name, each) for name, each in found.items()])))
     if arguments.output is not None:
-        write_json(
-            arguments.output, {**environment(), "shape": SHAPE, "channels": CHANNELS, "results": found}
-        )
+        write_json(arguments.output, {**environment(), "shape": SHAPE, "channels": CHANNELS, "results": found})
 
 
 if __name__ == "__main__":

@@ -161,9 +161,7 @@ def step_problem(case: str, name: str) -> Result:
         executable(there, None, timings)
         result[f"launches {label}"] = [(launch, 1e3 * seconds) for launch, seconds in timings.launches]
         plans = executable.launches
-        result[f"plan {label}"] = [
-            {**picked(plan, "name", "steps", "algorithm"), **plan.detail} for plan in plans
-        ]
+        result[f"plan {label}"] = [{**picked(plan, "name", "steps", "algorithm"), **plan.detail} for plan in plans]
     return result
 
 

@@ -110,9 +110,7 @@ def report_text(report: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     parser = common.new_parser("overhead", __doc__, REPEATS)
-    parser.add_argument(
-        "--calls", type=common.at_least(1), default=CALLS, help="calls a block (default: %(default)s)"
-    )
+    parser.add_argument("--calls", type=common.at_least(1), default=CALLS, help="calls a block (default: %(default)s)")
     settings = parser.parse_args(arguments)
     run = Run.start(PROGRAM, settings)
     entries = []

@@ -55,9 +55,7 @@ def geometries(count: int, seed: int, scale: float = 1.0) -> list[dict[str, int]
     problem = load_problem(PROBLEM)
     found: list[dict[str, int]] = []
     while len(found) < count:
-        sizes = random_sizes(
-            source, math.exp(source.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS))) * scale
-        )
+        sizes = random_sizes(source, math.exp(source.uniform(math.log(LEAST_FLOPS), math.log(MOST_FLOPS))) * scale)
         try:
             operator = bind(problem, sizes, {})
         except GeometryError:

@@ -121,9 +121,7 @@ class Executable(Protocol):
     def launches(self) -> Sequence[PlannedLaunch]:
         """The launches that one call makes, in order."""
 
-    def __call__(
-        self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None
-    ) -> Any:
+    def __call__(self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None) -> Any:
         """Run once and wait for the result.
 
         Args:

@@ -75,9 +75,7 @@ def _entry_points() -> Iterator[tuple[str, str, str]]:
                     yield entry.name, f"{name} {version}", re.sub(r"\s|\[.*", "", entry.value)  # no extras
         except Exception as error:  # somebody's broken installation
             place = distribution.locate_file("")
-            warnings.warn(
-                f"entry points of a distribution in {place} are left out: {error!r}", RuntimeWarning, 2
-            )
+            warnings.warn(f"entry points of a distribution in {place} are left out: {error!r}", RuntimeWarning, 2)
 
 
 class Table(Mapping[str, str]):
@@ -133,9 +131,7 @@ KERNEL_FILES: dict[str, KernelFiles] = {
 def origin(name: str) -> str | None:
     """The distribution that registers the backend called ``name``, with its version; None for our own ones."""
     target = BACKENDS[name]
-    return next(
-        (each.distribution for each in registered() if (each.name, each.target) == (name, target)), None
-    )
+    return next((each.distribution for each in registered() if (each.name, each.target) == (name, target)), None)
 
 
 def backend(name: str) -> Backend:

@@ -77,9 +77,7 @@ def compiled(op: Operator, index: int = 0, **options: Any) -> CudaExecutable:
     return BACKEND.compile(op, chosen, options)
 
 
-def only_tiles(
-    monkeypatch: pytest.MonkeyPatch, wanted: Callable[[HaloTask, HaloTile], Any]
-) -> list[HaloTile]:
+def only_tiles(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[HaloTask, HaloTile], Any]) -> list[HaloTile]:
     """Let the tensor-core kernel have those tiles only for which ``wanted``, a mask, is true; returns what it was
     offered."""
     every, offered = tiles.halo_tiles, []

@@ -60,8 +60,7 @@ class FakeBackend:
         self.seen: list[dict[str, Any]] = []
         self.options: list[dict[str, Any]] = []
         self._devices = [
-            Device(name, index, title, kind, unavailable is None, unavailable)
-            for index, title in enumerate(devices)
+            Device(name, index, title, kind, unavailable is None, unavailable) for index, title in enumerate(devices)
         ]
 
     def probe(self) -> Sequence[Device]:
@@ -102,10 +101,7 @@ class FakeExecutable:
 def tensors_of(operator_or_shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 tensors of the given shapes."""
     generator = np.random.default_rng(seed)
-    return {
-        name: generator.standard_normal(shape).astype(np.float32)
-        for name, shape in operator_or_shapes.items()
-    }
+    return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in operator_or_shapes.items()}
 
 
 def conv_tensors() -> dict[str, np.ndarray]:

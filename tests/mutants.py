@@ -358,8 +358,7 @@ def norm_after_pool(operator: Operator, tensors: Tensors) -> Array:
     """The average pool comes before the layer norm."""
     norm = next(step for step in operator.steps if isinstance(step, Normalize))
     steps = replaced(
-        Normalize=lambda step, x: x,
-        Pool=lambda step, x: reference_steps.normalize(norm, reference_steps.pool(step, x)),
+        Normalize=lambda step, x: x, Pool=lambda step, x: reference_steps.normalize(norm, reference_steps.pool(step, x))
     )
     return compute(operator, tensors, steps)
 
@@ -421,8 +420,7 @@ def pool_with_divisor(step: Pool, x: Array) -> Array:
 def sum_before_pools() -> Behaviour:
     """The sum over channels comes before both pools."""
     return stepwise(
-        Pool=lambda step, x: reference_steps.pool(step, x.sum(axis=1, keepdims=True)),
-        Reduce=lambda step, x: x,
+        Pool=lambda step, x: reference_steps.pool(step, x.sum(axis=1, keepdims=True)), Reduce=lambda step, x: x
     )
 
 
@@ -440,9 +438,7 @@ MUTANTS: dict[str, Mutant] = {
     "stale_tail": Mutant("the last elements are those of the first call", ALL, executable=StaleTail),
     "unwritten_tail": Mutant("the last elements are not written", PAIR, executable=UnwrittenTail),
     "unwritten_output": Mutant("the output is not written", (on(CONV), on(SUM)), executable=UnwrittenOutput),
-    "one_buffer": Mutant(
-        "the output aliases that of the call before", (on(CONV), on(LAYERNORM)), executable=OneBuffer
-    ),
+    "one_buffer": Mutant("the output aliases that of the call before", (on(CONV), on(LAYERNORM)), executable=OneBuffer),
     "input_modified": Mutant("the input is used for scratch", (on(CONV), on(SUM)), executable=WritesToInput),
     # the result
     "zeros": Mutant("all zeros", ALL, spoiled(np.zeros_like)),
@@ -476,9 +472,7 @@ MUTANTS: dict[str, Mutant] = {
     "output_padding": Mutant(
         "the plane of the output padding is zero", (on(CONV), on(SOFTMAX)), spoiled(last_plane_zero)
     ),
-    "interleaved_groups": Mutant(
-        "channels of groups are interleaved", (on(CONV),), spoiled(interleaved_groups)
-    ),
+    "interleaved_groups": Mutant("channels of groups are interleaved", (on(CONV),), spoiled(interleaved_groups)),
     "inf_to_nan": Mutant(
         "an infinity becomes NaN",
         (on(CONV, "one_inf"), on(MAXMAX, "one_inf")),
@@ -494,26 +488,18 @@ MUTANTS: dict[str, Mutant] = {
         tuple(on(t.problem, "one_nan") for t in ALL),
         spoiled(lambda y: np.where(np.isnan(y), np.float32(0), y)),
     ),
-    "nan_spreads": Mutant(
-        "a NaN spoils its neighbour in a tile", (on(CONV, "one_nan"),), spoiled(spread_nan)
-    ),
+    "nan_spreads": Mutant("a NaN spoils its neighbour in a tile", (on(CONV, "one_nan"),), spoiled(spread_nan)),
     # the convolution
     "tf32": Mutant("TF32 passed off as fp32", ALL, stepwise(ConvTranspose3d=tf32_conv)),
     "half_sums": Mutant("sums are kept in float16", PAIR, stepwise(ConvTranspose3d=half_conv)),
-    "bfloat16_weights": Mutant(
-        "weights are rounded to bfloat16", PAIR, conv_of(lambda x, w: (x, kept_bits(w, 7)))
-    ),
+    "bfloat16_weights": Mutant("weights are rounded to bfloat16", PAIR, conv_of(lambda x, w: (x, kept_bits(w, 7)))),
     "fixed_point": Mutant(
         "the input is rounded to a fixed point, 24 bits wide", (on(CONV, "graded"),), conv_of(fixed_point)
     ),
     "flipped_kernel": Mutant(
-        "the kernel is flipped",
-        PAIR,
-        conv_of(lambda x, w: (x, np.ascontiguousarray(w[:, :, ::-1, ::-1, ::-1]))),
+        "the kernel is flipped", PAIR, conv_of(lambda x, w: (x, np.ascontiguousarray(w[:, :, ::-1, ::-1, ::-1])))
     ),
-    "missing_halo": Mutant(
-        "blocks do not see each other's input", ALL, stepwise(ConvTranspose3d=without_halo)
-    ),
+    "missing_halo": Mutant("blocks do not see each other's input", ALL, stepwise(ConvTranspose3d=without_halo)),
     "dropped_k_chunk": Mutant(
         "the last input channel is left out",
         (*ALL, on(CONV, "integers"), on(MAXMAX, "integers")),
@@ -537,9 +523,7 @@ MUTANTS: dict[str, Mutant] = {
         stepwise(Normalize=one_pass_norm),
     ),
     "wrong_eps": Mutant(
-        "eps is 1e-6, not 1e-5",
-        (on(LAYERNORM, "small"), on(SUM, "small")),
-        stepwise(Normalize=norm_with_eps(1e-6)),
+        "eps is 1e-6, not 1e-5", (on(LAYERNORM, "small"), on(SUM, "small")), stepwise(Normalize=norm_with_eps(1e-6))
     ),
     "missing_eps": Mutant(
         "eps is left out",
@@ -553,9 +537,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "unbiased_variance": Mutant("the variance is unbiased", NORMS, stepwise(Normalize=unbiased_norm)),
     "tanh_gelu": Mutant("GELU by tanh", NORMS, stepwise(Pointwise=pointwise_but("gelu", tanh_gelu))),
-    "sigmoid_gelu": Mutant(
-        "GELU by a sigmoid", NORMS, stepwise(Pointwise=pointwise_but("gelu", sigmoid_gelu))
-    ),
+    "sigmoid_gelu": Mutant("GELU by a sigmoid", NORMS, stepwise(Pointwise=pointwise_but("gelu", sigmoid_gelu))),
     "missing_gelu": Mutant("no GELU", NORMS, stepwise(Pointwise=pointwise_but("gelu", without_gelu))),
     "pool_before_norm": Mutant("the pool comes before the layer norm", (on(SUM),), norm_after_pool),
     "gelu_before_pool": Mutant(
@@ -584,9 +566,7 @@ MUTANTS: dict[str, Mutant] = {
         stepwise(Pool=lambda step, x: reference_steps.windows(step, x, np.fmax)),
     ),
     "sum_before_pools": Mutant("the sum comes before the pools", (on(MAXMAX),), sum_before_pools()),
-    "truncated_sum": Mutant(
-        "the sum leaves out the last channel", (on(MAXMAX),), stepwise(Reduce=truncated_sum)
-    ),
+    "truncated_sum": Mutant("the sum leaves out the last channel", (on(MAXMAX),), stepwise(Reduce=truncated_sum)),
     # clamp, softmax, scale
     "missing_clamp": Mutant(
         "no clamp", (on(SOFTMAX),), stepwise(Pointwise=pointwise_but("clamp", lambda step, x, low, high: x))
@@ -607,9 +587,7 @@ MUTANTS: dict[str, Mutant] = {
     "softmax_per_item": Mutant(
         "the softmax is over channels as well", (on(SOFTMAX),), stepwise(Softmax=softmax_over(1, 2, 3, 4))
     ),
-    "softmax_over_channels": Mutant(
-        "the softmax is over channels", (on(SOFTMAX),), stepwise(Softmax=softmax_over(1))
-    ),
+    "softmax_over_channels": Mutant("the softmax is over channels", (on(SOFTMAX),), stepwise(Softmax=softmax_over(1))),
     "softmax_without_tail": Mutant(
         "the softmax's sum leaves out the tail of a block",
         (on(SOFTMAX, "signed", "constant", case="odd"),),
@@ -621,9 +599,7 @@ MUTANTS: dict[str, Mutant] = {
         stepwise(Pointwise=pointwise_but("scale", lambda step, x, scale: x * np.roll(scale, 1, axis=1))),
     ),
     "missing_scale": Mutant(
-        "no factor",
-        (on(SOFTMAX), on(LAYERNORM)),
-        stepwise(Pointwise=pointwise_but("scale", lambda step, x, scale: x)),
+        "no factor", (on(SOFTMAX), on(LAYERNORM)), stepwise(Pointwise=pointwise_but("scale", lambda step, x, scale: x))
     ),
 }
 

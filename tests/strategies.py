@@ -40,10 +40,7 @@ REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower
 
 # ---- checked runs ------------------------------------------------------------------------------------------
 def call_on(
-    operator: Operator,
-    tensors: Mapping[str, Any],
-    device: str,
-    options: Mapping[str, Any] | None = None,
+    operator: Operator, tensors: Mapping[str, Any], device: str, options: Mapping[str, Any] | None = None
 ) -> PreparedCall:
     """Prepare a call of ``operator`` with ``tensors``, compiled for a device."""
     return compile_for(operator, device, options).prepare_bound(operator, tensors)
@@ -213,9 +210,7 @@ def problem_of(shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any]) -> 
     return problem_from_mapping({"name": "test", "parameters": parameters, "pipeline": list(pipeline)})
 
 
-def operator_of(
-    shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any], dtype: str = "float32"
-) -> Operator:
+def operator_of(shapes: Mapping[str, Sequence[int]], pipeline: Sequence[Any], dtype: str = "float32") -> Operator:
     """:func:`problem_of`, bound."""
     problem = problem_of(shapes, pipeline)
     return bind(problem, dict.fromkeys((size.name for size in problem.sizes), 0), {}, dtype=dtype)
@@ -509,11 +504,7 @@ def _affine(draw: st.DrawFn, pipeline: Pipeline) -> dict[str, Any]:
     """Weight and bias of a norm, or one of them, or neither."""
     channels = pipeline.shape[1]
     forms = [(channels,), (1, channels, 1, 1, 1), (channels, 1, 1, 1)]
-    return {
-        name: pipeline.tensor(draw(st.sampled_from(forms)))
-        for name in ("weight", "bias")
-        if draw(st.booleans())
-    }
+    return {name: pipeline.tensor(draw(st.sampled_from(forms))) for name in ("weight", "bias") if draw(st.booleans())}
 
 
 def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
@@ -540,10 +531,7 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
         else:
             step[key] = _operand(draw, pipeline)
     elif op == "clamp":
-        low, high = (
-            draw(st.sampled_from((-0.75, -0.1, -math.inf))),
-            draw(st.sampled_from((0.6, 0.2, math.inf))),
-        )
+        low, high = (draw(st.sampled_from((-0.75, -0.1, -math.inf))), draw(st.sampled_from((0.6, 0.2, math.inf))))
         step |= {"min": low, "max": high}
     elif op == "leaky_relu":
         step["slope"] = draw(NUMBERS)
@@ -566,9 +554,7 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
     pipeline.add(step, shape, name)
 
 
-_OPS = st.sampled_from(
-    (*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, "layer_norm", "softmax", "sum", *NORMS)
-)
+_OPS = st.sampled_from((*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, "layer_norm", "softmax", "sum", *NORMS))
 
 
 @st.composite

@@ -19,14 +19,7 @@ from dispatcher.call import compiled as compiled_module
 from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.selection import FallbackWarning
-from dispatcher.errors import (
-    DeviceError,
-    DeviceMemoryError,
-    GeometryError,
-    InputError,
-    KernelError,
-    VerificationError,
-)
+from dispatcher.errors import DeviceError, DeviceMemoryError, GeometryError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device
 
 
@@ -67,10 +60,7 @@ def test_a_compiled_problem_runs_on_every_device(backend_device: Device) -> None
 
 def test_an_empty_batch_gives_an_empty_array(backend_device: Device) -> None:
     result = dispatcher.run(
-        CONV,
-        device=backend_device,
-        input=np.zeros((0, 2, 2, 2, 2), "f4"),
-        kernel=np.zeros((2, 3, 2, 2, 2), "f4"),
+        CONV, device=backend_device, input=np.zeros((0, 2, 2, 2, 2), "f4"), kernel=np.zeros((2, 3, 2, 2, 2), "f4")
     )
     assert result.shape == (0, 3, 3, 3, 3)
     assert result.dtype == np.float32
@@ -90,9 +80,7 @@ def test_the_backend_gets_read_only_c_arrays_in_parameter_order(fake: FakeBacken
 
 
 def test_a_missing_tensor_is_named_with_its_shape(fake: FakeBackend) -> None:
-    with pytest.raises(
-        InputError, match=r"tensor kernel is missing; expected an array of shape \(in_channels, "
-    ):
+    with pytest.raises(InputError, match=r"tensor kernel is missing; expected an array of shape \(in_channels, "):
         dispatcher.run(CONV, input=conv_tensors()["input"])
     assert fake.probes == 0
 
@@ -218,9 +206,7 @@ def test_programs_that_are_not_used_are_dropped(fake: FakeBackend, monkeypatch: 
     assert fake.compiles == 4
 
 
-def test_signatures_are_forgotten_when_there_are_many(
-    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signatures_are_forgotten_when_there_are_many(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "MAX_SIGNATURES", 3)
     compiled = dispatcher.compile(CONV)
     for batch in range(1, 9):
@@ -238,9 +224,7 @@ def test_threads_share_one_program(fake: FakeBackend) -> None:
 
     def work(number: int) -> bool:
         barrier.wait()
-        return all(
-            np.array_equal(compiled(**shapes[i % 2]), expected[i % 2]) for i in range(number, number + 20)
-        )
+        return all(np.array_equal(compiled(**shapes[i % 2]), expected[i % 2]) for i in range(number, number + 20))
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
@@ -303,9 +287,7 @@ def test_device_arrays_are_passed_through(install_backends: Install) -> None:
 
 
 def test_device_arrays_on_a_host_backend_say_what_to_do(fake: FakeBackend) -> None:
-    with pytest.raises(
-        InputError, match=r"tensor input lives on a CUDA device, and fake:0 takes arrays in host"
-    ):
+    with pytest.raises(InputError, match=r"tensor input lives on a CUDA device, and fake:0 takes arrays in host"):
         dispatcher.run(CONV, **device_arrays())
     with pytest.raises(InputError, match="output lives on a CUDA device"):
         dispatcher.run(CONV, **conv_tensors(), output=DeviceArray(np.zeros((2, 6, 5, 5, 6), "f4")))
@@ -493,9 +475,7 @@ def test_arguments_of_a_wrong_type_for_one_function(fake: FakeBackend) -> None:
 def test_tensors_are_refused_where_they_would_be_replaced(fake: FakeBackend) -> None:
     x = conv_tensors()["input"]
     for function in (dispatcher.verify, dispatcher.benchmark, dispatcher.tune_problem):
-        with pytest.raises(
-            InputError, match=r"tensor input cannot be given here.*dispatcher\.run \(run --tensor"
-        ):
+        with pytest.raises(InputError, match=r"tensor input cannot be given here.*dispatcher\.run \(run --tensor"):
             function(CONV, input=x)
     with pytest.raises(InputError, match="tensor input cannot be given here"):
         dispatcher.verify_kernel(CONV, "mine.cl", global_size=1, input=x)
@@ -505,9 +485,7 @@ def test_tensors_are_refused_where_they_would_be_replaced(fake: FakeBackend) -> 
 
 
 def test_nothing_is_printed(fake: FakeBackend, capfd: pytest.CaptureFixture[str]) -> None:
-    dispatcher.run(
-        SOFTMAX, **random_tensors(dispatcher.explain(SOFTMAX, case="sample").operator, 0), case="sample"
-    )
+    dispatcher.run(SOFTMAX, **random_tensors(dispatcher.explain(SOFTMAX, case="sample").operator, 0), case="sample")
     dispatcher.verify(CONV)
     dispatcher.benchmark(CONV, repeats=1)
     captured = capfd.readouterr()

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 import dispatcher
 from dispatcher.errors import DtypeError, GeometryError, InputError
-from dispatcher.problem.arguments import (
-    IncompleteError,
-    bind_arguments,
-    parse_assignments,
-    shorthands,
-    sort_arguments,
-)
+from dispatcher.problem.arguments import IncompleteError, bind_arguments, parse_assignments, shorthands, sort_arguments
 from dispatcher.problem.arrays import check_output, host_tensor
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
@@ -61,13 +55,7 @@ def test_a_triple_is_depth_height_width() -> None:
 
 
 def test_shorthands_of_the_problems() -> None:
-    assert list(shorthands(load_problem(CONV))) == [
-        "kernel_size",
-        "stride",
-        "padding",
-        "output_padding",
-        "dilation",
-    ]
+    assert list(shorthands(load_problem(CONV))) == ["kernel_size", "stride", "padding", "output_padding", "dilation"]
 
 
 def test_a_case_is_a_base_that_arguments_override() -> None:
@@ -80,9 +68,7 @@ def test_a_case_is_a_base_that_arguments_override() -> None:
 
 
 def test_groups_are_not_guessed_from_a_wrong_kernel() -> None:
-    with pytest.raises(
-        InputError, match=r"tensor kernel .* extent 6 on axis 1, but out_channels / groups is 12"
-    ):
+    with pytest.raises(InputError, match=r"tensor kernel .* extent 6 on axis 1, but out_channels / groups is 12"):
         bind(CONV, **conv_tensors(), out_channels=12)
     assert bind(CONV, **conv_tensors(), groups=2).sizes["out_channels"] == 12
 
@@ -111,14 +97,8 @@ def test_groups_are_not_guessed_from_a_wrong_kernel() -> None:
         ({"kernel_size": 4}, "tensor kernel .* extent 3 on axis 2, but kernel_d is 4"),
         ({"strid": 2}, "no parameter 'strid'; did you mean 'stride'"),
         ({"shape": 2}, "no parameter 'shape'; expected one of"),
-        (
-            {"kernel": conv_tensors()["kernel"][:3]},
-            "tensor kernel .* extent 3 on axis 0, but in_channels is 4",
-        ),
-        (
-            {"kernel": conv_tensors()["kernel"][0]},
-            r"tensor kernel has shape \(6, 3, 2, 2\), 4 axes; expected 5",
-        ),
+        ({"kernel": conv_tensors()["kernel"][:3]}, "tensor kernel .* extent 3 on axis 0, but in_channels is 4"),
+        ({"kernel": conv_tensors()["kernel"][0]}, r"tensor kernel has shape \(6, 3, 2, 2\), 4 axes; expected 5"),
         ({"input": np.float32(3)}, r"tensor input has shape \(\), 0 axes; expected 5"),
         ({"input": np.zeros((1, 4, 0, 2, 2), "f4")}, "axis depth"),
     ],
@@ -160,9 +140,7 @@ def test_real_numbers_are_scalars(value: Any) -> None:
     assert bind(LAYERNORM, case="sample", scaling_factor=value).scalars["scaling_factor"] == 2.0
 
 
-@pytest.mark.parametrize(
-    "value", [True, np.True_, "2", 2j, [2.0], np.array([2.0]), float("nan"), np.float32("nan")]
-)
+@pytest.mark.parametrize("value", [True, np.True_, "2", 2j, [2.0], np.array([2.0]), float("nan"), np.float32("nan")])
 def test_other_things_are_not(value: Any) -> None:
     with pytest.raises(InputError, match="scaling_factor is"):
         bind(LAYERNORM, case="sample", scaling_factor=value)
@@ -197,13 +175,7 @@ def test_integers_and_bool_become_float32(dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        ("complex64", "complex64"),
-        ("O", "object"),
-        ("U3", "<U3"),
-        ("M8[s]", "datetime64"),
-        ("g", "float128|longdouble"),
-    ],
+    [("complex64", "complex64"), ("O", "object"), ("U3", "<U3"), ("M8[s]", "datetime64"), ("g", "float128|longdouble")],
 )
 def test_other_dtypes_are_named(dtype: str, name: str) -> None:
     if np.dtype(dtype) == np.float64:
@@ -214,13 +186,9 @@ def test_other_dtypes_are_named(dtype: str, name: str) -> None:
 
 def test_mixed_dtypes_name_both_tensors() -> None:
     tensors = conv_tensors()
-    with pytest.raises(
-        DtypeError, match="tensor kernel has dtype float64, but tensor input has dtype float32"
-    ):
+    with pytest.raises(DtypeError, match="tensor kernel has dtype float64, but tensor input has dtype float32"):
         run(input=tensors["input"], kernel=tensors["kernel"].astype("f8"))
-    with pytest.raises(
-        DtypeError, match=r"tensor kernel has dtype int64 \(read as float32\), but tensor input"
-    ):
+    with pytest.raises(DtypeError, match=r"tensor kernel has dtype int64 \(read as float32\), but tensor input"):
         run(input=tensors["input"].astype("f8"), kernel=tensors["kernel"].astype("i8"))
 
 
@@ -300,9 +268,7 @@ def test_broadcast_views_and_read_only_arrays() -> None:
 @given(data=st.data())
 def test_host_tensor_is_the_same_array_in_c_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    array = np.arange(np.prod(shape), dtype=data.draw(st.sampled_from(["<f4", ">f4", "i2", "f8"]))).reshape(
-        shape
-    )
+    array = np.arange(np.prod(shape), dtype=data.draw(st.sampled_from(["<f4", ">f4", "i2", "f8"]))).reshape(shape)
     array = array.transpose(data.draw(st.permutations(range(array.ndim))))
     array = array[tuple(slice(None, None, data.draw(st.sampled_from([1, 2, -1]))) for _ in range(array.ndim))]
     before = array.copy()
@@ -362,9 +328,7 @@ def test_arrays_that_offer_dlpack_alone() -> None:
         run(**{**tensors, "input": OnlyDLPack(tensors["input"].astype("c8"))})
 
 
-@pytest.mark.parametrize(
-    "where", ["x", "xy", None, 5, (1,), ValueError("no device"), RuntimeError("not here")]
-)
+@pytest.mark.parametrize("where", ["x", "xy", None, 5, (1,), ValueError("no device"), RuntimeError("not here")])
 def test_arrays_that_cannot_say_where_they_are(where: Any) -> None:
     tensors = conv_tensors()
     with pytest.raises(InputError, match="tensor input cannot say by DLPack on which device it is"):

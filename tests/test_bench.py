@@ -31,9 +31,7 @@ if str(ROOT) not in sys.path:
 
 from bench import common, compare_checkouts, cpu_peers, sweep  # noqa: E402
 
-SMALL = [
-    f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()
-]
+SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
@@ -141,9 +139,7 @@ def test_the_probe_tries_again_while_thread_pools_spin(monkeypatch: pytest.Monke
     assert sampling.Probe(best=100.0, _run=lambda: 120.0).read(0.7) == 120.0
 
 
-def test_a_busy_machine_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(common, "foreign_load", lambda: float(machine.cores()))
     for program in (cpu_peers, sweep):
         with pytest.raises(SystemExit) as caught:
@@ -182,15 +178,8 @@ def unwritten_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = 
 
 
 def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {
-        "right": reference_peer,
-        "missing": missing_peer,
-        "wrong": wrong_peer,
-        "unwritten": unwritten_peer,
-    }
-    monkeypatch.setattr(
-        timing_contenders, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()}
-    )
+    made = {"right": reference_peer, "missing": missing_peer, "wrong": wrong_peer, "unwritten": unwritten_peer}
+    monkeypatch.setattr(timing_contenders, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()})
     contenders = [cpu_peers.Contender(name, name) for name in made]
     sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
     operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
@@ -218,9 +207,7 @@ def test_the_sweep_s_geometries_follow_from_the_seed_and_cover_the_options() -> 
         assert {sizes[f"kernel_{axis}"] for sizes in found} == {1, 2, 3, 4, 5}
         assert {sizes[f"dilation_{axis}"] for sizes in found} == {1, 2}
     assert any(sizes["groups"] > 1 for sizes in found)
-    assert any(sizes["in_channels"] % 2 for sizes in found) and any(
-        sizes["out_channels"] % 2 for sizes in found
-    )
+    assert any(sizes["in_channels"] % 2 for sizes in found) and any(sizes["out_channels"] % 2 for sizes in found)
     with pytest.raises(GeometryError):
         bind(sweep.load_problem(sweep.PROBLEM), {**found[0], "output_padding_d": 9}, {})
 
@@ -242,21 +229,9 @@ def opencl_cpu() -> None:
 
 def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The JSON and the text of a program, which runs in a process of its own."""
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / name),
-        "--force",
-        "--repeats",
-        "1",
-        "--quiet-limit",
-        "0.01",
-    ]
+    command = [sys.executable, str(ROOT / "bench" / name), "--force", "--repeats", "1", "--quiet-limit", "0.01"]
     done = subprocess.run(
-        [*command, "--output", str(output), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
+        [*command, "--output", str(output), *arguments], capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -270,9 +245,7 @@ def run_program(name: str, output: Path, *arguments: str) -> tuple[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def peers_run(
-    opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, Any], str]]:
+def peers_run(opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any], str]]:
     """A run of cpu_peers on tiny sizes, with a README of its own."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "README.md").write_text(f"Before.\n\n<!-- cpu-peers: -->\n{cpu_peers.END}\n\nAfter.\n")
@@ -406,10 +379,7 @@ def comparison(opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_two_checkouts_are_compared(comparison: tuple[dict[str, Any], str]) -> None:
     report, text = comparison
     assert set(report["checkouts"]) == {"old", "new"}
-    assert {case["problem"] for case in report["cases"]} == {
-        "conv-transpose3d-layernorm-gelu-scaling",
-        "other",
-    }
+    assert {case["problem"] for case in report["cases"]} == {"conv-transpose3d-layernorm-gelu-scaling", "other"}
     for case in report["cases"]:
         assert case["failures"] == {} and case["batch"] == 2
         assert f"`{case['problem']}`, batch 2" in text
@@ -484,10 +454,5 @@ def test_bench_s_readme_knows_every_program_and_field(peers_run: tuple[Path, dic
     report = peers_run[1]
     case = report["cases"][0]
     (result, *_) = [result for result in case["results"].values() if "launches" in result]
-    for field in {
-        *report,
-        *case["ratios"].keys() & set(),
-        *result,
-        *("results", "failures", "best_peer", "ratios"),
-    }:
+    for field in {*report, *case["ratios"].keys() & set(), *result, *("results", "failures", "best_peer", "ratios")}:
         assert f"`{field}`" in text, field

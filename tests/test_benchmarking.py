@@ -48,9 +48,7 @@ class Clocked(FakeBackend):
         steps: told what happens: ``flush`` and ``call``.
     """
 
-    def __init__(
-        self, *arguments: Any, clock: Callable[[Timings], None] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *arguments: Any, clock: Callable[[Timings], None] | None = None, **options: Any) -> None:
         super().__init__(*arguments, **{"kind": "cpu", **options})
         self.clock = clock
         self.steps: list[str] = []
@@ -203,9 +201,7 @@ def late_backend(monkeypatch: pytest.MonkeyPatch, delay_s: float, waits: bool) -
     return late
 
 
-def test_a_delay_on_the_device_shows_up_whole(
-    install_backends: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delay_on_the_device_shows_up_whole(install_backends: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install_backends(late_backend(monkeypatch, 0.03, waits=True))
     found = dispatcher.benchmark(CONV, repeats=2, warmup=0)
     for condition in (found.warm, found.cold):
@@ -270,15 +266,11 @@ def test_results_that_differ_within_their_bounds_are_right(fake: FakeBackend) ->
     assert found.comparison.max_error_over_bound > 0
 
 
-def test_caches_are_emptied_before_cold_calls_only(
-    install_backends: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_emptied_before_cold_calls_only(install_backends: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     clocked = Clocked()
     install_backends(clocked)
     flush = sampling.HostCaches.flush
-    monkeypatch.setattr(
-        sampling.HostCaches, "flush", lambda self: (clocked.steps.append("host"), flush(self))
-    )
+    monkeypatch.setattr(sampling.HostCaches, "flush", lambda self: (clocked.steps.append("host"), flush(self)))
     dispatcher.benchmark(CONV, repeats=1, warmup=0)
     cold, warm = ["host", "flush", "call fake:0"], ["call fake:0", "call fake:0"]
     assert clocked.steps == ["call fake:0", *cold, *cold, *warm, *warm]
@@ -308,9 +300,7 @@ def test_contenders_take_turns(install_backends: Install) -> None:
     assert (outcome.rounds, outcome.settled) == (4, True)
 
 
-def test_sampling_ends_when_the_medians_are_known(
-    install_backends: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_ends_when_the_medians_are_known(install_backends: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(racing, "SETTLED", math.inf)
     install_backends(FakeBackend(kind="cpu"))
     outcome = race(CONV, [None])
@@ -374,10 +364,7 @@ RATES = ("gflops", "ideal_gbytes_per_s", "roofline_share")
 
 @pytest.mark.parametrize("kind", ["still", "backwards"])
 def test_no_clock_makes_an_impossible_rate(
-    install_backends: Install,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
+    install_backends: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     install_backends(Clocked())
     clock = types.SimpleNamespace(perf_counter=broken_clock(kind), sleep=time.sleep,
@@ -967,25 +954,17 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "lacking": (lambda copy: copy["results"][0].pop("warm"), "results[0].warm is missing"),
     "null": (lambda copy: copy["results"][0].update(cold=None), "results[0].cold is null"),
     "number": (lambda copy: copy["results"][0].update(problem=5), "results[0].problem is 5; expected a text"),
-    "surrogate": (
-        lambda copy: copy["results"][0].update(problem="\ud800"),
-        "results[0].problem is '\\ud800'",
-    ),
+    "surrogate": (lambda copy: copy["results"][0].update(problem="\ud800"), "results[0].problem is '\\ud800'"),
     "key": (lambda copy: copy["results"][0]["sizes"].update({"\ud800": 1}), "has the field '\\ud800'"),
     "escape": (lambda copy: copy["versions"].update(numpy="\x1b[31m"), "versions.numpy is '\\x1b[31m'"),
-    "facts": (
-        lambda copy: copy["results"][0]["device"].update(facts=None),
-        "results[0].device.facts is null",
-    ),
+    "facts": (lambda copy: copy["results"][0]["device"].update(facts=None), "results[0].device.facts is null"),
     "machine": (lambda copy: copy.update(machine="x"), "machine is 'x'; expected a mapping"),
     "load": (lambda copy: copy["races"][0].update(foreign_cores=10**400), "races[0].foreign_cores is 1000"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_results(
-    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_damaged_results(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     change, reason = DAMAGES[name]
     code, out, err = compared(capsys, tmp_path, report, changed(report, change))
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -993,10 +972,7 @@ def test_damaged_results(
 
 
 def test_files_that_cannot_be_read(
-    report: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{")

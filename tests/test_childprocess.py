@@ -152,9 +152,7 @@ def test_nothing_outlives_a_parent_that_is_ended(tmp_path: Path, name: str) -> N
     told.mkdir()
     number = signal.Signals[name]
 
-    parent = subprocess.Popen(
-        heeding(number, ["-c", PARENT, str(scratch), str(told)]), stderr=subprocess.DEVNULL
-    )
+    parent = subprocess.Popen(heeding(number, ["-c", PARENT, str(scratch), str(told)]), stderr=subprocess.DEVNULL)
     assert soon(lambda: len(pids_in(told)) == 2)
     assert len(list(scratch.iterdir())) == 1
     parent.send_signal(number)

@@ -76,10 +76,7 @@ OPERATOR_KEYS = {
 KEYS = {
     "devices": {"devices", "auto"},
     "problems": {"problems"},
-    "show": {
-        *("name", "title", "origin", "path", "tolerance"),
-        *("parameters", "pipeline", "cases", "shorthands"),
-    },
+    "show": {*("name", "title", "origin", "path", "tolerance"), *("parameters", "pipeline", "cases", "shorthands")},
     "run": {
         *OPERATOR_KEYS,
         *("case", "seed", "device", "skipped", "inputs_s", "compile_s", "first_s", "warm_s"),
@@ -128,9 +125,7 @@ def test_help_says_what_holds_where_nothing_is_given(run: Any) -> None:
         assert "Named case that gives the sizes; sample if left out" in words
 
 
-@pytest.mark.parametrize(
-    ("available", "words"), [(24_261_140_480, "22.6 GiB are"), (1 << 29, "only 0.5 GiB are")]
-)
+@pytest.mark.parametrize(("available", "words"), [(24_261_140_480, "22.6 GiB are"), (1 << 29, "only 0.5 GiB are")])
 def test_doctor_tells_memory_in_gib(
     run: Any, monkeypatch: pytest.MonkeyPatch, install_backends: Install, available: int, words: str
 ) -> None:
@@ -208,16 +203,7 @@ def test_tensors_from_files_and_the_result_into_one(run: Any, tmp_path: Path) ->
     np.save(tmp_path / "w.npy", tensors["kernel"])
     output = tmp_path / "y.npy"
     output.write_bytes(b"old")
-    command = [
-        "run",
-        CONV,
-        "--device",
-        "numpy",
-        "--tensor",
-        f"input={tmp_path}/x.npy",
-        "--output",
-        str(output),
-    ]
+    command = ["run", CONV, "--device", "numpy", "--tensor", f"input={tmp_path}/x.npy", "--output", str(output)]
     ended = run(*command, "--tensor", f"kernel={tmp_path}/w.npy", "--set", "stride=2")
     assert (ended.code, ended.err) == (0, "")
     expected = dispatcher.run(CONV, device="numpy", **tensors, stride=2)
@@ -251,9 +237,7 @@ def test_a_failed_write_keeps_the_old_file(run: Any, tmp_path: Path, monkeypatch
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_the_result_is_kept_though_verification_fails(
-    run: Any, install_backends: Install, tmp_path: Path
-) -> None:
+def test_the_result_is_kept_though_verification_fails(run: Any, install_backends: Install, tmp_path: Path) -> None:
     install_backends(FakeBackend("bad", lambda operator, tensors: np.zeros(operator.output_shape, "f4")))
     assert run("run", MAXMAX, "--output", str(tmp_path / "y.npy")).code == 1
     assert not np.load(tmp_path / "y.npy").any()
@@ -323,9 +307,7 @@ def test_an_operator_is_bound_once(run: Any, monkeypatch: pytest.MonkeyPatch, co
         (["--device"], 2, "--device"),
     ],
 )
-def test_a_mistake_is_one_line_and_an_exit_code(
-    run: Any, arguments: list[str], code: int, words: str
-) -> None:
+def test_a_mistake_is_one_line_and_an_exit_code(run: Any, arguments: list[str], code: int, words: str) -> None:
     ended = run("run", CONV, *arguments)
     assert ended.out == ""
     assert ended.err.startswith("error: ")
@@ -376,9 +358,7 @@ def test_a_broken_problem_file_is_named(run: Any, tmp_path: Path) -> None:
     assert "bad.yaml:2" in ended.err
 
 
-def test_a_wrong_command_ends_before_anything_is_opened(
-    run: Any, install_backends: Install, tmp_path: Path
-) -> None:
+def test_a_wrong_command_ends_before_anything_is_opened(run: Any, install_backends: Install, tmp_path: Path) -> None:
     fake = FakeBackend()
     install_backends(fake)
     start = time.perf_counter()
@@ -426,9 +406,7 @@ def test_an_interrupt_exits_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert (ended.code, ended.out, ended.err) == (130, "", "error: interrupted\n")
 
 
-def test_a_termination_exits_143_and_leaves_no_files(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_termination_exits_143_and_leaves_no_files(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from dispatcher.problem import loader
 
     def terminated() -> Any:
@@ -600,9 +578,7 @@ def test_exit_codes_reach_the_shell() -> None:
         assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [["problems"], ["problems", "--json"], ["show", CONV], ["--version"], []]
-)
+@pytest.mark.parametrize("arguments", [["problems"], ["problems", "--json"], ["show", CONV], ["--version"], []])
 def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -59,11 +59,7 @@ def test_arrays_are_used_in_place_and_the_result_stays(tensors: dict[str, np.nda
     result = run(there)
     assert isinstance(result, DeviceArray)
     interface = result.__cuda_array_interface__
-    assert (
-        interface["shape"] == SMALL.output_shape
-        and interface["typestr"] == "<f4"
-        and interface["version"] == 3
-    )
+    assert interface["shape"] == SMALL.output_shape and interface["typestr"] == "<f4" and interface["version"] == 3
     close(np.asarray(result), reference(SMALL, tensors))
     for name, array in there.items():
         np.testing.assert_array_equal(array.get(), tensors[name])
@@ -381,9 +377,7 @@ def test_a_cache_that_cannot_be_written(counting_nvcc: Path, tensors: dict[str, 
     close(compiled(SMALL)(tensors), reference(SMALL, tensors))
 
 
-def test_a_compiler_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting_nvcc: Path
-) -> None:
+def test_a_compiler_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting_nvcc: Path) -> None:
     fatal = "nvcc fatal   : Unsupported gpu architecture 'compute_1'"
     monkeypatch.setenv("DISPATCHER_NVCC", str(script(tmp_path / "refusing", f'echo "{fatal}" >&2; exit 1')))
     chosen = device()  # it answers no questions, so that only compiling shows it
@@ -416,9 +410,7 @@ def test_neither_driver_nor_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(driver, "_library", missing)
-    assert reason().startswith(
-        "the NVIDIA driver library is missing (libcuda.so.1: no such file); install the"
-    )
+    assert reason().startswith("the NVIDIA driver library is missing (libcuda.so.1: no such file); install the")
 
 
 def test_no_driver_library() -> None:
@@ -466,13 +458,9 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "older than nvcc's 99.1" in reason()
 
 
-def test_an_architecture_that_the_compiler_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_architecture_that_the_compiler_does_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device()
-    other = script(
-        tmp_path / "other", 'case "$1" in --version) echo release 1.0;; *) echo sm_10; echo sm_11;; esac'
-    )
+    other = script(tmp_path / "other", 'case "$1" in --version) echo release 1.0;; *) echo sm_10; echo sm_11;; esac')
     monkeypatch.setenv("DISPATCHER_NVCC", str(other))
     assert "it knows 1.0, 1.1" in reason()
 
@@ -487,9 +475,7 @@ def test_importing_loads_nothing() -> None:
         "import sys, dispatcher, dispatcher.backends.cuda;"
         "print([m for m in sys.modules if m.startswith(('pycuda', 'tests'))])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -502,9 +488,7 @@ def test_exit_is_clean() -> None:
         "run = compiled(op, algorithm='fma'); t = tensors_of(op);"
         "kept = run({**t, 'x': OnDevice(t['x'])}); print(kept.get().shape)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == "(1, 1, 1, 1, 2)"
     assert "PyCUDA" not in done.stderr
 

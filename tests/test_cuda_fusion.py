@@ -174,9 +174,7 @@ def has_tensor_cores() -> bool:
 def test_launches_and_results(name: str, algorithm: str) -> None:
     case = CASES[name]
     general = algorithm == "fma" or not has_tensor_cores()
-    assert names(case.operator, algorithm=algorithm) == (
-        case.general if general and case.general else case.launches
-    )
+    assert names(case.operator, algorithm=algorithm) == (case.general if general and case.general else case.launches)
     for kind in ("signed", "one_nan", "one_inf"):
         check(case.operator, tensors_of(case.operator, kind), algorithm=algorithm)
 
@@ -184,8 +182,7 @@ def test_launches_and_results(name: str, algorithm: str) -> None:
 @ALGORITHMS
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize(
-    "name",
-    ["times itself", "pools", "group_norm", "batch_norm, mean", "spatial softmax", "global mean", "norm"],
+    "name", ["times itself", "pools", "group_norm", "batch_norm, mean", "spatial softmax", "global mean", "norm"]
 )
 def test_other_dtypes(name: str, dtype: str, algorithm: str) -> None:
     op = CASES[name].of(dtype)
@@ -214,8 +211,7 @@ def test_a_value_that_is_in_no_memory_and_in_no_register_ends_the_launch() -> No
 
 # ---- statistics --------------------------------------------------------------------------------------------
 LARGE = operator_of(
-    {"x": (2, 8, 6, 12, 20), "w": (8, 70, 3, 3, 3)},
-    [CONV, {"op": "group_norm", "groups": 2, "eps": 0.0}, RELU],
+    {"x": (2, 8, 6, 12, 20), "w": (8, 70, 3, 3, 3)}, [CONV, {"op": "group_norm", "groups": 2, "eps": 0.0}, RELU]
 )
 
 
@@ -418,9 +414,7 @@ def test_what_no_kernel_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPa
 def test_the_text_holds_just_the_operations_that_are_used() -> None:
     (launch,) = lower(CASES["times itself"].operator, H100, Options()).launches
     text = launch.kernel.operations
-    assert [f"op_{name}(" in text for name in ("add", "hardswish", "scale", "gelu", "relu")] == [True] * 3 + [
-        False
-    ] * 2
+    assert [f"op_{name}(" in text for name in ("add", "hardswish", "scale", "gelu", "relu")] == [True] * 3 + [False] * 2
     assert text.count("TENSOR(") == 1  # the residual is in a register
     assert launch.pointers[0][0] == ("operand", 0, "data")
 
@@ -469,12 +463,7 @@ def test_structures_are_read_from_the_kernels() -> None:
 # ---- the guide ---------------------------------------------------------------------------------------------
 SHOWN: dict[str, list[dict[str, Any]]] = {
     "group_norm, relu, add tensor": [GROUPS, RELU, {"op": "add", "value": "t"}],
-    "add, gelu, scale, clamp": [
-        {"op": "add", "value": 1.0},
-        GELU,
-        {"op": "scale", "by": 2.0},
-        {"op": "clamp"},
-    ],
+    "add, gelu, scale, clamp": [{"op": "add", "value": 1.0}, GELU, {"op": "scale", "by": 2.0}, {"op": "clamp"}],
     "conv as c, gelu, add c": CASES["residual"].steps,
     "conv, add tensor, hardswish, times itself": CASES["times itself"].steps,
     "conv, silu, group_norm, hardswish": [CONV, SILU, GROUPS, HARDSWISH],

@@ -33,9 +33,7 @@ def exact(op: Operator, **options: Any) -> list[str]:
 
 RESIDENT: dict[str, Operator] = {
     "one": conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1)),
-    "odd_everything": conv_operator(
-        (3, 5, 3, 5, 7), 33, (3, 4, 5), stride=[2, 1, 2], padding=[1, 0, 2], bias=True
-    ),
+    "odd_everything": conv_operator((3, 5, 3, 5, 7), 33, (3, 4, 5), stride=[2, 1, 2], padding=[1, 0, 2], bias=True),
     "stride3": conv_operator((1, 9, 2, 3, 5), 17, (3, 2, 4), stride=3, output_padding=2, bias=True),
     "holes": conv_operator((2, 2, 3, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
     "dilated": conv_operator((1, 4, 3, 4, 12), 9, (3, 3, 3), stride=2, dilation=2, padding=1),
@@ -76,9 +74,7 @@ def test_halo(name: str) -> None:
 
 @pytest.mark.parametrize("warp_m", [1, 2, 3])
 @pytest.mark.parametrize("other", [False, True], ids=["plain", "paired_or_shared"])
-@pytest.mark.parametrize(
-    "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "mean_then_sum"]
-)
+@pytest.mark.parametrize("name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "mean_then_sum"])
 def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_tensor_cores()
 
@@ -141,8 +137,7 @@ def test_input_channels_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["odd_everything", "pairs_of_lines", "two_pools", "mean_then_sum", "sum_unfolded", "two_pools_stored"],
+    "name", ["odd_everything", "pairs_of_lines", "two_pools", "mean_then_sum", "sum_unfolded", "two_pools_stored"]
 )
 def test_boxes_that_leave_warps_idle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_tensor_cores()

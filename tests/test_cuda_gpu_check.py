@@ -26,9 +26,7 @@ def times(**kernel_ms: float) -> dict[str, Any]:
 
 def test_the_worst_ratio_comes_first_against_the_best_of_the_peers(program: ModuleType) -> None:
     outcomes = {
-        "fast": times(
-            ours_fp32=1.0, ours_tf32=0.5, torch_eager_fp32=8.0, torch_compile_fp32=4.0, torch_eager_tf32=3.0
-        ),
+        "fast": times(ours_fp32=1.0, ours_tf32=0.5, torch_eager_fp32=8.0, torch_compile_fp32=4.0, torch_eager_tf32=3.0),
         "slow": times(ours_fp32=2.0, torch_eager_fp32=3.0),
         "alone": times(ours_fp32=1.0),
         "device": {"seconds": 1},

@@ -95,9 +95,7 @@ def deep(
     return Case(make, extent, 2, (kernel,), infinite=infinite, options=options)
 
 
-def plain(
-    shape: tuple[int, ...], step: Any, dtype: str = "float32", **tensors: Any
-) -> Callable[[int], Operator]:
+def plain(shape: tuple[int, ...], step: Any, dtype: str = "float32", **tensors: Any) -> Callable[[int], Operator]:
     """Steps without a convolution; an extent of -1 is the long one."""
     steps = step if isinstance(step, list) else [step]
 
@@ -210,9 +208,7 @@ class Sparse(Foreign):
         super().__init__(0, shape, tail.dtype, strides, size, offset)
         with self.context.active():
             for at, values in lines(case, stored, tail):
-                self.context.driver.memcpy_htod(
-                    self.address + at * tail.itemsize, np.ascontiguousarray(values)
-                )
+                self.context.driver.memcpy_htod(self.address + at * tail.itemsize, np.ascontiguousarray(values))
 
 
 def lines(case: Case, shape: tuple[int, ...], tail: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -246,12 +242,7 @@ def check(case: Case, run: Callable[..., DeviceArray] = on_the_backend) -> None:
         tensors["x"][-1, -1, -1] = np.inf
     wanted = REFERENCE.compile(short, REFERENCE.probe()[0], {})(tensors)
     wanted = wanted[(slice(None),) * case.axis + (slice(-case.keep, None),)]
-    settings = {
-        "memory_mb": 1 << 28,
-        "poison": POISON,
-        "processors": PROCESSORS,
-        "blocks": slice(*case.blocks),
-    }
+    settings = {"memory_mb": 1 << 28, "poison": POISON, "processors": PROCESSORS, "blocks": slice(*case.blocks)}
     with machine(devices=1, arch="8.0", **settings), ExitStack() as stack:
         for name, tensor in tensors.items():
             shape = long.tensor_shapes[name]
@@ -322,9 +313,7 @@ FAULTS: dict[str, Fault] = {
         f"{case}: line of y": Fault(case, "conv_halo.cu", "(index_t(at[0]) *", "(unsigned(at[0]) *")
         for case in ("halo sum", "halo fold", "halo two pools", "halo two pools, sum")
     },
-    "halo: exact sums": Fault(
-        "halo infinity", "conv_halo.cu", "+ (((batch * ALL", "+ unsigned(((batch * ALL"
-    ),
+    "halo: exact sums": Fault("halo infinity", "conv_halo.cu", "+ (((batch * ALL", "+ unsigned(((batch * ALL"),
     "halo: sums of exponentials": Fault(
         "halo softmax", "conv_halo.cu", "p.partial[(box.number *", "p.partial[(unsigned(box.number) *"
     ),
@@ -332,31 +321,20 @@ FAULTS: dict[str, Fault] = {
         "halo softmax", "conv_halo.cu", "box.batch * boxes * pitch", "unsigned(box.batch * boxes * pitch)"
     ),
     "halo: windows": Fault(
-        "halo softmax of what is kept",
-        "conv_halo.cu",
-        "+ (((batch * ALL",
-        "+ unsigned(((batch * ALL",
+        "halo softmax of what is kept", "conv_halo.cu", "+ (((batch * ALL", "+ unsigned(((batch * ALL"
     ),
     "halo: kept inputs": Fault(
-        "halo softmax of what is kept",
-        "conv_halo.cu",
-        "p.kept + (((box.batch",
-        "p.kept + (((unsigned(box.batch)",
+        "halo softmax of what is kept", "conv_halo.cu", "p.kept + (((box.batch", "p.kept + (((unsigned(box.batch)"
     ),
     "halo: value before it": Fault(
-        "between launches",
-        "conv_halo.cu",
-        HALO_PLANE,
-        "unsigned plane = unsigned(p.in[0]) * p.in[1] * p.in[2];",
+        "between launches", "conv_halo.cu", HALO_PLANE, "unsigned plane = unsigned(p.in[0]) * p.in[1] * p.in[2];"
     ),
     "fma: x": Fault("fma", "conv_fma.cu", "index_t input;", "unsigned input;"),
     "fma: number of a voxel": Fault("fma sum", "conv_fma.cu", "index_t m0 =", "unsigned m0 ="),
     "fma: plane of y": Fault(
         "fma float64", "conv_fma.cu", FMA_PLANE, "unsigned plane = unsigned(p.out[0]) * p.out[1] * p.out[2];"
     ),
-    "fma: number of a tile": Fault(
-        "fma tiles", "conv_fma.cu", "index_t rest = tile;", "unsigned rest = tile;"
-    ),
+    "fma: number of a tile": Fault("fma tiles", "conv_fma.cu", "index_t rest = tile;", "unsigned rest = tile;"),
     "gathered: elements": Fault(
         "halo gathered", "gathered.cu", "const index_t at = ((set.n", "const unsigned at = ((set.n"
     ),
@@ -369,31 +347,18 @@ FAULTS: dict[str, Fault] = {
     "pool: y": Fault("pool pairs", "pool.cu", "p.y[i]", "p.y[unsigned(i)]"),
     "elementwise: y": Fault("elementwise", "elementwise.cu", "p.y[i]", "p.y[unsigned(i)]"),
     "elementwise: operands": Fault("elementwise", "chain.cuh", "[at.linear()]", "[unsigned(at.linear())]"),
-    "elementwise: index": Fault(
-        "copy with strides", "chain.cuh", "decoded<unsigned long long>", "decoded<unsigned>"
-    ),
+    "elementwise: index": Fault("copy with strides", "chain.cuh", "decoded<unsigned long long>", "decoded<unsigned>"),
     "elementwise: strides": Fault("copy with strides", "chain.cuh", *LONGEST),
     "elementwise: copy": Fault("copy for alignment", "chain.cuh", *LONGEST),
     "rows: offset of a row": Fault("rows by block", "rows.cu", "return i *", "return unsigned(i) * unsigned"),
-    "rows: place of an item": Fault(
-        "rows by block, norm", "rows.cu", "const index_t at =", "const unsigned at ="
-    ),
+    "rows: place of an item": Fault("rows by block, norm", "rows.cu", "const index_t at =", "const unsigned at ="),
     "rows: number of a row": Fault(
-        "rows by block, more than a grid",
-        "rows.cu",
-        "for (index_t row = blockIdx.x;",
-        "for (int row = blockIdx.x;",
+        "rows by block, more than a grid", "rows.cu", "for (index_t row = blockIdx.x;", "for (int row = blockIdx.x;"
     ),
     "rows: y": Fault("rows by thread, sum", "rows.cu", "p.y[at] =", "p.y[unsigned(at)] ="),
-    "rows: offset in softmax": Fault(
-        "rows by thread", "rows.cu", "index_t result = 0;", "unsigned result = 0;"
-    ),
-    "rows: offset in norm": Fault(
-        "rows by thread, norm", "rows.cu", "index_t result = 0;", "unsigned result = 0;"
-    ),
-    "rows: offset in sum": Fault(
-        "rows by thread, sum", "rows.cu", "index_t result = 0;", "unsigned result = 0;"
-    ),
+    "rows: offset in softmax": Fault("rows by thread", "rows.cu", "index_t result = 0;", "unsigned result = 0;"),
+    "rows: offset in norm": Fault("rows by thread, norm", "rows.cu", "index_t result = 0;", "unsigned result = 0;"),
+    "rows: offset in sum": Fault("rows by thread, sum", "rows.cu", "index_t result = 0;", "unsigned result = 0;"),
 }
 
 

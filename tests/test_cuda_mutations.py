@@ -24,9 +24,7 @@ SPREAD = [{"op": "clamp", "min": -4.0, "max": 4.0}, {"op": "softmax", "axis": "s
 OPERATORS = {
     "conv": conv_operator((1, 20, 3, 5, 12), 20, (3, 4, 5), stride=2, padding=(1, 1, 2), output_padding=1),
     "norm": conv_operator((1, 2, 2, 2, 8), 18, (2, 2, 2), stride=2, after=NORM),
-    "pool": conv_operator(
-        (1, 3, 6, 6, 8), 4, (3, 3, 3), stride=2, padding=1, output_padding=1, after=POOLS[:1]
-    ),
+    "pool": conv_operator((1, 3, 6, 6, 8), 4, (3, 3, 3), stride=2, padding=1, output_padding=1, after=POOLS[:1]),
     "pools": conv_operator((1, 3, 6, 6, 8), 4, (2, 2, 2), stride=2, bias=True, after=POOLS),
     "pool_first": conv_operator(
         (1, 3, 4, 6, 10), 4, (3, 3, 3), padding=1, before=[SHIFT, AVERAGE, RELU], extra={"s": (3, 1, 1, 1)}
@@ -84,8 +82,7 @@ MUTANTS = {
     ),
     "fma one-pass variance": Mutant(
         "conv_fma.cu",
-        "const COMPUTE centred = values[c * BLOCK_M] - mean;\n"
-        "      squares = multiply_add(centred, centred, squares);",
+        "const COMPUTE centred = values[c * BLOCK_M] - mean;\n      squares = multiply_add(centred, centred, squares);",
         "const COMPUTE v = values[c * BLOCK_M];\n      squares = multiply_add(v, v, squares);\n"
         "      squares -= mean * mean;",
         "norm",
@@ -94,9 +91,7 @@ MUTANTS = {
     "fma maximum from zero": Mutant(
         "conv_fma.cu", "f == 0 ? fold_lift(value) :", "f == 0 ? max_v(value, COMPUTE(0)) :", "pool"
     ),
-    "fma wrong stride of the store": Mutant(
-        "conv_fma.cu", "y[(first + c) * plane]", "y[(first + c) * (plane - 1)]"
-    ),
+    "fma wrong stride of the store": Mutant("conv_fma.cu", "y[(first + c) * plane]", "y[(first + c) * (plane - 1)]"),
     "halo not zero along a line": Mutant(
         "conv_halo.cu", "const bool inside = row && x < p.in[2];", "const bool inside = row;"
     ),
@@ -110,24 +105,16 @@ MUTANTS = {
     ),
     "halo tap read too late": Mutant("conv_halo.cu", "tap = program[s + 1];", "tap = program[s];"),
     "halo weights not moved on": Mutant("conv_halo.cu", "        weights += SLAB;\n", ""),
-    "halo weights in the wrong slot": Mutant(
-        "conv_halo.cu", "(k + AHEAD) % SLOTS", "(k + AHEAD + 1) % SLOTS"
-    ),
+    "halo weights in the wrong slot": Mutant("conv_halo.cu", "(k + AHEAD) % SLOTS", "(k + AHEAD + 1) % SLOTS"),
     "halo odd column block at the pairs' place": Mutant(
         "conv_halo.cu", "from + NT / 2 * 128 - lane * 2", "from + NT / 2 * 128"
     ),
     "halo no barrier after loading": Mutant(
-        "conv_halo.cu",
-        "  copy_wait<0>();\n  __syncthreads();\n",
-        "  copy_wait<0>();\n",
-        repaired=False,
+        "conv_halo.cu", "  copy_wait<0>();\n  __syncthreads();\n", "  copy_wait<0>();\n", repaired=False
     ),
     "halo no wait for x": Mutant("conv_halo.cu", "  copy_wait<0>();\n", "", repaired=False),
     "halo no barrier after the rounding": Mutant(
-        "conv_halo.cu",
-        "round_tf32(tile[i]));\n  __syncthreads();\n",
-        "round_tf32(tile[i]));\n",
-        precision="tf32",
+        "conv_halo.cu", "round_tf32(tile[i]));\n  __syncthreads();\n", "round_tf32(tile[i]));\n", precision="tf32"
     ),
     "halo pool without second barrier": Mutant(
         "conv_halo.cu",
@@ -144,32 +131,20 @@ MUTANTS = {
         "large_mean",
     ),
     "halo padded channels in the norm": Mutant(
-        "conv_halo.cu",
-        "const float centred = exists(box, i, t) ? v[i] : 0.f;",
-        "const float centred = v[i];",
-        "norm",
+        "conv_halo.cu", "const float centred = exists(box, i, t) ? v[i] : 0.f;", "const float centred = v[i];", "norm"
     ),
     "halo maximum from zero": Mutant(
-        "conv_halo.cu",
-        "total = q == 0 ? fold_lift(acc[m][n][i])",
-        "total = q == 0 ? max_v(acc[m][n][i], 0.f)",
-        "pool",
+        "conv_halo.cu", "total = q == 0 ? fold_lift(acc[m][n][i])", "total = q == 0 ? max_v(acc[m][n][i], 0.f)", "pool"
     ),
     "halo maximum drops NaN": Mutant(
         "device.cuh", "return b > a || b != b ? b : a;", "return b > a ? b : a;", "pool", "one_nan"
     ),
-    "halo wrong stride of the store": Mutant(
-        "conv_halo.cu", "y[0] += i == 0 ? plane", "y[0] += i == 0 ? plane - 1"
-    ),
+    "halo wrong stride of the store": Mutant("conv_halo.cu", "y[0] += i == 0 ? plane", "y[0] += i == 0 ? plane - 1"),
     "halo ragged rows stored": Mutant("conv_halo.cu", "inside[f] = place.exists;", "inside[f] = true;"),
-    "halo one product instead of three": Mutant(
-        "conv_halo.cu", "mma_tf32(acc[m][first + e], a_small[m], b[e]);", ";"
-    ),
+    "halo one product instead of three": Mutant("conv_halo.cu", "mma_tf32(acc[m][first + e], a_small[m], b[e]);", ";"),
     "halo infinities split": Mutant("conv_halo.cu", *NO_REPAIR, "conv", "one_inf"),
     "halo not zero left of a line": Mutant(
-        "conv_halo.cu",
-        "const bool inside = row && unsigned(x) < unsigned(p.in[2]);",
-        "const bool inside = row;",
+        "conv_halo.cu", "const bool inside = row && unsigned(x) < unsigned(p.in[2]);", "const bool inside = row;"
     ),
     "prologue on what is not there": Mutant(
         "conv_halo.cu", "inside && c < IN_CHANNELS ? made : 0.f;", "made;", "pool_first"
@@ -178,16 +153,10 @@ MUTANTS = {
         "conv_halo.cu", "return pre_second_chain(p.operand, v, at);", "return v;", "pool_first"
     ),
     "prologue with another channel's operand": Mutant(
-        "conv_halo.cu",
-        "const VoxelAt at{0, c, {}, true};",
-        "const VoxelAt at{0, 0, {}, true};",
-        "pool_first",
+        "conv_halo.cu", "const VoxelAt at{0, c, {}, true};", "const VoxelAt at{0, 0, {}, true};", "pool_first"
     ),
     "prologue window a line too far": Mutant(
-        "conv_halo.cu",
-        "+ index_t(y) * PRE_Y)\n",
-        "+ index_t(y) * (PRE_Y - 1))\n",
-        "pool_first",
+        "conv_halo.cu", "+ index_t(y) * PRE_Y)\n", "+ index_t(y) * (PRE_Y - 1))\n", "pool_first"
     ),
     "window summed, not averaged": Mutant(
         "window.cuh",
@@ -195,37 +164,23 @@ MUTANTS = {
         "return true ? result : pool_finish(result, Share",
         "pool_first",
     ),
-    "window maximum from zero": Mutant(
-        "window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"
-    ),
+    "window maximum from zero": Mutant("window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"),
     "kept inputs behind the last box lost": Mutant(
-        "conv_halo.cu",
-        "(at[axis] < end || end >= p.tiles[axis] * TILE[axis])",
-        "at[axis] < end",
-        "kept",
+        "conv_halo.cu", "(at[axis] < end || end >= p.tiles[axis] * TILE[axis])", "at[axis] < end", "kept"
     ),
     "kept inputs of the wrong plane": Mutant(
-        "conv_halo.cu",
-        "c) * p.in[0] + at[0]) * p.in[1]",
-        "c) * p.in[0]) * p.in[1]",
-        "kept",
+        "conv_halo.cu", "c) * p.in[0] + at[0]) * p.in[1]", "c) * p.in[0]) * p.in[1]", "kept"
     ),
     "kept inputs lost where the first phase has no taps": Mutant(
         "conv_halo.cu", "steps > 0 || keeps ?", "steps > 0 ?", "kept_slices"
     ),
     "slices not waited for": Mutant(
-        "conv_halo.cu",
-        "__syncthreads();  // all warps are done with the slice before",
-        ";",
-        "slices",
-        repaired=False,
+        "conv_halo.cu", "__syncthreads();  // all warps are done with the slice before", ";", "slices", repaired=False
     ),
     "slices' weights of the first one": Mutant(
         "conv_halo.cu", "(index_t(slice) * p.step_count + first)", "index_t(first)", "slices"
     ),
-    "last slice skipped": Mutant(
-        "conv_halo.cu", "? SLICES : 0); slice++", "? SLICES - 1 : 0); slice++", "slices"
-    ),
+    "last slice skipped": Mutant("conv_halo.cu", "? SLICES : 0); slice++", "? SLICES - 1 : 0); slice++", "slices"),
     "slices made exact with the first one's weights": Mutant(
         "conv_halo.cu", "c / SLICE_CHANNELS * slice_k8 + index_t(s)", "index_t(s)", "slices", "one_inf"
     ),
@@ -239,15 +194,9 @@ MUTANTS = {
         "conv_halo.cu", "p.w + box.tile * p.tile_weights + lane", "p.w + lane", "groups"
     ),
     "groups made exact with other inputs": Mutant(
-        "conv_halo.cu",
-        "const int channel = box.in_channel + c;",
-        "const int channel = c;",
-        "groups",
-        "one_inf",
+        "conv_halo.cu", "const int channel = box.in_channel + c;", "const int channel = c;", "groups", "one_inf"
     ),
-    "idle voxels stored": Mutant(
-        "conv_halo.cu", "{}, TILE_M == ROWS_M || voxel < TILE_M};", "{}, true};", "idle"
-    ),
+    "idle voxels stored": Mutant("conv_halo.cu", "{}, TILE_M == ROWS_M || voxel < TILE_M};", "{}, true};", "idle"),
     "fma infinities meet the halo": Mutant(
         "conv_fma.cu", "if (!is_finite(value)) value", "if (false) value", "conv", "inf_weight"
     ),
@@ -316,9 +265,7 @@ def test_finite_data_needs_no_repair(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @simulator_only
 @pytest.mark.parametrize("algorithm", ["halo", "fma"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_without_a_fault_the_same_checks_pass(
-    name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_fault_the_same_checks_pass(name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = OPERATORS[name]
     restrict(monkeypatch, name)
     for kind in ("signed", "one_inf", "one_nan", *(["large_mean"] if name == "norm" else [])):

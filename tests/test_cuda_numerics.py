@@ -51,9 +51,7 @@ def test_float32_accuracy_of_long_sums(algorithm: str, mma: str) -> None:
     generator = np.random.default_rng(7)
     x = generator.uniform(0, 1, op.tensor_shapes["x"]).astype(np.float32)
     w = generator.uniform(-0.5, 0.5, op.tensor_shapes["w"]).astype(np.float32)
-    exact = operator_of(
-        op.tensor_shapes, [{"op": "conv_transpose3d", "weight": "w", "padding": 1}], "float64"
-    )
+    exact = operator_of(op.tensor_shapes, [{"op": "conv_transpose3d", "weight": "w", "padding": 1}], "float64")
     with machine(devices=1, arch="8.0", mma=mma):
         got = run(op, x, w, algorithm).astype(np.float64)
         wanted = run(exact, x.astype(np.float64), w.astype(np.float64), "fma")
@@ -122,14 +120,8 @@ def test_gelu(place: str) -> None:
 @BOTH
 def test_pools_keep_what_a_maximum_drops(algorithm: str) -> None:
     """All negative, minus infinity, and NaN at every place of its window; then the sum over channels."""
-    after = [
-        {"op": "max_pool3d", "window": 2},
-        {"op": "max_pool3d", "window": 3},
-        {"op": "sum", "axis": "channel"},
-    ]
-    op = conv_operator(
-        (1, 2, 6, 3, 3), 2, (2, 2, 2), stride=2, after=after
-    )  # each input becomes a box of eight
+    after = [{"op": "max_pool3d", "window": 2}, {"op": "max_pool3d", "window": 3}, {"op": "sum", "axis": "channel"}]
+    op = conv_operator((1, 2, 6, 3, 3), 2, (2, 2, 2), stride=2, after=after)  # each input becomes a box of eight
     w = np.zeros((2, 2, 2, 2, 2), np.float32)
     w[0, 0] = w[1, 1] = 1
     x = np.full((1, 2, 6, 3, 3), -5, np.float32)
@@ -200,11 +192,7 @@ def test_softmax_needs_its_maximum(algorithm: str, low: float) -> None:
 
 def test_half_precision_sums_in_float() -> None:
     shapes = {"x": (1, 2, 1, 1, 2), "w": (2, 1, 1, 1, 1)}
-    steps = [
-        {"op": "conv_transpose3d", "weight": "w"},
-        {"op": "softmax", "axis": "batch"},
-        {"op": "scale", "by": 2.0},
-    ]
+    steps = [{"op": "conv_transpose3d", "weight": "w"}, {"op": "softmax", "axis": "batch"}, {"op": "scale", "by": 2.0}]
     tensors = {"x": np.full(shapes["x"], 60000, np.float16), "w": np.ones(shapes["w"], np.float16)}
     assert (compiled(operator_of(shapes, steps, "float16"))(tensors) == 2).all()  # inf would give NaN
     steps = [steps[0], {"op": "scale", "by": 0.25}]

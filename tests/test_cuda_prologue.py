@@ -17,16 +17,7 @@ from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.tiles import HaloTask
 from dispatcher.backends.numpy_ref import BACKEND as REFERENCE
 from dispatcher.problem.operator import Operator
-from tests.cuda_support import (
-    check,
-    compiled,
-    device,
-    machine,
-    only_tiles,
-    operator,
-    poisoned,
-    simulator_only,
-)
+from tests.cuda_support import check, compiled, device, machine, only_tiles, operator, poisoned, simulator_only
 from tests.strategies import conv_operator, in_dtype, tensors_of
 
 SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
@@ -136,9 +127,7 @@ def test_slices_of_channels_are_kept_once(first_without_taps: bool, monkeypatch:
     check(op, tensors_of(op), prologue="fused")
 
 
-@pytest.mark.parametrize(
-    "name", ["average", "chains_around_a_pool", "groups", "folded", "many_blocks", "relu"]
-)
+@pytest.mark.parametrize("name", ["average", "chains_around_a_pool", "groups", "folded", "many_blocks", "relu"])
 def test_half_precision(name: str) -> None:
     op = in_dtype({**EXACT, **KEPT}[name], "float16")
     assert len(compiled(op, prologue="fused").launches) == (2 if name in KEPT else 1)

@@ -48,9 +48,7 @@ def test_registers_follow_from_the_warps_of_a_quarter() -> None:
     assert registers(128, 3) == registers(384, 1)
 
 
-def chosen(
-    name: str, precision: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> tuple[HaloTask, HaloTile]:
+def chosen(name: str, precision: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> tuple[HaloTask, HaloTile]:
     """The task and the tile of the convolution's launch."""
     found: list[tuple[HaloTask, HaloTile]] = []
 
@@ -86,17 +84,13 @@ def test_two_phases_of_a_line_are_stored_together(monkeypatch: pytest.MonkeyPatc
     assert chosen(LGS, "tf32", H100, monkeypatch)[1].paired
 
 
-def test_a_second_pooling_is_fused_with_what_is_folded_in_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_pooling_is_fused_with_what_is_folded_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     task, tile = chosen(MAXMAX, "fp32", H100, monkeypatch)
     assert task.pool == (3, 3, 3) and tile.pooled and tile.fold_shared
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize(
-    "target", [H100, Target(80, 163 << 10, 108), CONSUMER], ids=["h100", "a100", "consumer"]
-)
+@pytest.mark.parametrize("target", [H100, Target(80, 163 << 10, 108), CONSUMER], ids=["h100", "a100", "consumer"])
 def test_both_pools_and_the_sum_are_one_launch(target: Target, precision: str) -> None:
     program = lower(operator(MAXMAX, "kernelbench", precision), target, Options())
     assert [launch.name for launch in program.launches] == ["conv_halo"]
@@ -139,10 +133,7 @@ def test_the_guide_says_what_is_spilled() -> None:
     most = {name: max(size for size, _ in found) for name, found in spilled.items()}
     in_loops = sum(count for found in spilled.values() for _, count in found)
     guide = " ".join((ROOT / "docs" / "cuda.md").read_text(encoding="utf-8").split())
-    assert (
-        f"at most {most['conv_halo']} bytes a thread in `conv_halo` and {most['conv_fma']} in `conv_fma`"
-        in guide
-    )
+    assert f"at most {most['conv_halo']} bytes a thread in `conv_halo` and {most['conv_fma']} in `conv_fma`" in guide
     assert f"but for {in_loops} access to one register" in guide
 
 

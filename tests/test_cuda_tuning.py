@@ -38,12 +38,7 @@ SOFTMAX = "conv-transpose3d-avgpool-clamp-softmax-multiply"
 H100 = Target(90, 227 << 10, 132)
 SMALL = conv_operator((2, 3, 3, 4, 8), 5, (3, 3, 3), stride=2, padding=1, bias=True)
 POOLED = conv_operator(
-    (1, 3, 4, 4, 16),
-    4,
-    (2, 2, 2),
-    stride=2,
-    before=[{"op": "avg_pool3d", "window": 2}],
-    after=[{"op": "gelu"}],
+    (1, 3, 4, 4, 16), 4, (2, 2, 2), stride=2, before=[{"op": "avg_pool3d", "window": 2}], after=[{"op": "gelu"}]
 )
 HALF = conv_operator((1, 4, 2, 3, 8), 8, (3, 3, 3), stride=2, dtype="float16")
 TWO = operator_of(
@@ -143,10 +138,7 @@ def test_what_a_name_leaves_open_is_estimated() -> None:
         ({"tile": "4x4x16,paired=2"}, "expected paired to be 0 or 1, got '2'"),
         ({"tile": "4x4x16/auto"}, r"tile names 2 tiles, but .* has 1 convolution\(s\)"),
         ({"tile": "4x4x12"}, "tile is 4x4x12, which conv_transpose3d cannot have here"),
-        (
-            {"tile": "4x4x16,fold_shared=1,slice_channels=7"},
-            "tile is 4x4x16,slice_channels=7,fold_shared=1, w",
-        ),
+        ({"tile": "4x4x16,fold_shared=1,slice_channels=7"}, "tile is 4x4x16,slice_channels=7,fold_shared=1, w"),
         ({"tuned": "yes"}, "tuned is 'yes'; expected ignore"),
         ({"tiles": "4x4x16"}, "option 'tiles' is unknown to the cuda backend; expected one of .*tile, tuned"),
     ],
@@ -282,9 +274,7 @@ def environment() -> dict[str, str]:
 
 @simulator_only
 @pytest.mark.parametrize(
-    "settings",
-    [{"arch": "8.0"}, {"memory_mb": 4096}, {"processors": 8}],
-    ids=["arch", "memory", "processors"],
+    "settings", [{"arch": "8.0"}, {"memory_mb": 4096}, {"processors": 8}], ids=["arch", "memory", "processors"]
 )
 def test_another_gpu_has_results_of_its_own(settings: dict[str, Any]) -> None:
     with machine(devices=1):
@@ -297,9 +287,7 @@ def test_another_gpu_has_results_of_its_own(settings: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("tensor_cores")
 def test_another_operator_has_results_of_its_own() -> None:
     remember(SMALL)
-    relu = conv_operator(
-        (2, 3, 3, 4, 8), 5, (3, 3, 3), stride=2, padding=1, bias=True, after=[{"op": "relu"}]
-    )
+    relu = conv_operator((2, 3, 3, 4, 8), 5, (3, 3, 3), stride=2, padding=1, bias=True, after=[{"op": "relu"}])
     for other in (
         replace(SMALL, precision="tf32"),
         conv_operator((3, 3, 3, 4, 8), 5, (3, 3, 3), stride=2, padding=1, bias=True),

@@ -97,13 +97,7 @@ def write(tmp_path: Path) -> Write:
 
 def judge(path: Path, **options: Any) -> Judgement:
     """The verdict on the guide's kernel, or on what became of it."""
-    given = {
-        "entry": "conv",
-        "global_size": "output_elements",
-        "local_size": 64,
-        "inputs": "signed",
-        **options,
-    }
+    given = {"entry": "conv", "global_size": "output_elements", "local_size": 64, "inputs": "signed", **options}
     given = {"timeout_s": 60.0, **given}
     (judgement,) = verify_kernel(CONV, path, device="cuda:0", repeats=2, warmup=0, **given)
     return judgement
@@ -247,8 +241,7 @@ def user_kernel(text: str, *sizes: tuple[int, ...], **fields: Any) -> UserKernel
     """A kernel for the plain convolution: with sizes for a launch, or a function of the host."""
     kinds: dict[str, Kind] = {"size_t": "size", "double": "double"}
     parameters = tuple(
-        (each.name, kinds.get(each.type, "input" if each.const else "output"))
-        for each in load_problem(CONV).parameters
+        (each.name, kinds.get(each.type, "input" if each.const else "output")) for each in load_problem(CONV).parameters
     )
     given = {"entry": "conv" if sizes else "solution", "dtype": "float32", **fields}
     return UserKernel("mine.cu", text, "/", parameters=parameters, global_size=sizes[0] if sizes else None,
@@ -269,17 +262,13 @@ def test_the_real_compiler_s_names_of_kernels_are_found(tmp_path: Path) -> None:
 
 
 def test_the_real_compiler_s_errors_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"does not have the problem's parameters: .*a parameter has another type"
-    ):
+    with pytest.raises(InputError, match=r"does not have the problem's parameters: .*a parameter has another type"):
         text = KERNEL.replace("size_t groups", "int groups")
         userkernel._compile(context(), nvcc(), user_kernel(text, (64,), (64,)), tmp_path)
     with pytest.raises(InputError, match="undefined"):
         userkernel._compile(context(), nvcc(), user_kernel(KERNEL + HOST, entry="other"), tmp_path)
     with pytest.raises(BuildError) as caught:
-        userkernel._compile(
-            context(), nvcc(), user_kernel(KERNEL.replace(WRITTEN, "x = 1"), (64,), (64,)), tmp_path
-        )
+        userkernel._compile(context(), nvcc(), user_kernel(KERNEL.replace(WRITTEN, "x = 1"), (64,), (64,)), tmp_path)
     assert "mine.cu(" in caught.value.log
 
 
@@ -303,14 +292,8 @@ def test_what_the_compiler_is_told(tmp_path: Path) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------
 SIGNATURES = {
     "name": (("void conv(", "void convolve("), "has no __global__ kernel 'conv'"),
-    "count": (
-        ("size_t groups)", "size_t groups, size_t more)"),
-        "it has another number of parameters; expected conv(",
-    ),
-    "type": (
-        ("size_t groups)", "int groups)"),
-        "a parameter has another type; expected conv(const float* input,",
-    ),
+    "count": (("size_t groups)", "size_t groups, size_t more)"), "it has another number of parameters; expected conv("),
+    "type": (("size_t groups)", "int groups)"), "a parameter has another type; expected conv(const float* input,"),
     "double": (("size_t groups)", "double groups)"), "a parameter has another type"),
     "pointer": (("const float* input", "const int* input"), "a parameter has another type"),
     "number for a pointer": (("float* output", "size_t output"), "a parameter has another type"),
@@ -340,21 +323,15 @@ def test_types_of_the_same_size_will_do(write: Write) -> None:
         ("    const long OD", "    const float* input = (const float*)vectors;\n    const long OD"),
     )
     if SIMULATED:  # it has no vector types of its own here
-        kernel.write_text(
-            f"struct float4 {{ float x, y, z, w; }};\n{kernel.read_text()}".replace("float4", "quad")
-        )
+        kernel.write_text(f"struct float4 {{ float x, y, z, w; }};\n{kernel.read_text()}".replace("float4", "quad"))
     assert judge(kernel).passed
 
 
 @quick
 def test_the_form_follows_the_sizes(write: Write) -> None:
-    with pytest.raises(
-        InputError, match=r"conv in .*mine\.cu is a __global__ kernel; give global_size and local_size"
-    ):
+    with pytest.raises(InputError, match=r"conv in .*mine\.cu is a __global__ kernel; give global_size and local_size"):
         judge(write(KERNEL), global_size=None, local_size=None)
-    with pytest.raises(
-        InputError, match="has no __global__ kernel 'solution'; leave global_size and local_size out"
-    ):
+    with pytest.raises(InputError, match="has no __global__ kernel 'solution'; leave global_size and local_size out"):
         judge_product(write(ON_HOST), global_size=64, local_size=64)
     with pytest.raises(InputError, match=r"global_size is given without local_size, which \.cu files need"):
         judge(write(KERNEL), local_size=None)
@@ -380,9 +357,7 @@ def test_kernels_are_told_from_functions(text: str, found: bool) -> None:
 
 @quick
 def test_sizes_that_the_device_refuses(write: Write) -> None:
-    with pytest.raises(
-        InputError, match=r"local_size is \(2048,\); a block of this kernel has 1024 threads at most"
-    ):
+    with pytest.raises(InputError, match=r"local_size is \(2048,\); a block of this kernel has 1024 threads at most"):
         judge(write(KERNEL), local_size=2048)
     with pytest.raises(InputError, match="makes 65536 blocks along y"):
         judge(write(KERNEL), global_size="1, 65536", local_size="1, 1")

@@ -273,9 +273,7 @@ def test_a_large_allocation_takes_memory_only_where_it_is_written(cuda: ModuleTy
 
 
 @pytest.mark.parametrize("index", [-(1 << 31), (1 << 31) - 1])
-def test_an_access_far_outside_a_large_allocation(
-    cuda: ModuleType, load: Callable[..., Any], index: int
-) -> None:
+def test_an_access_far_outside_a_large_allocation(cuda: ModuleType, load: Callable[..., Any], index: int) -> None:
     """What lies within the reach of a 32-bit offset belongs to nobody else."""
     others = [cuda.mem_alloc(100 << 20) for _ in range(3)]
     with pytest.raises(cuda.Error, match=r"\d{10,} bytes (before|past the end of) an allocation"):
@@ -295,9 +293,7 @@ def test_poison(cuda: ModuleType, context: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["forward", "reverse"])
-@pytest.mark.parametrize(
-    "chosen", [slice(None), slice(3), slice(-2, None), slice(2, -1), slice(4, 4), slice(-9, 9)]
-)
+@pytest.mark.parametrize("chosen", [slice(None), slice(3), slice(-2, None), slice(2, -1), slice(4, 4), slice(-9, 9)])
 def test_some_blocks(cuda: ModuleType, load: Callable[..., Any], chosen: slice, schedule: Any) -> None:
     blocks, n = 6, 32
     x, sums = np.ones((blocks, n), np.float32), np.zeros(blocks, np.float32)
@@ -366,9 +362,7 @@ def test_unsupported_calls_say_so(cuda: ModuleType, context: Any) -> None:
 # ---- correct kernels
 
 MODES = [
-    pytest.param(
-        {"schedule": schedule, "async_copy": copies, "threads": threads}, id=f"{schedule}-{copies}-{threads}"
-    )
+    pytest.param({"schedule": schedule, "async_copy": copies, "threads": threads}, id=f"{schedule}-{copies}-{threads}")
     for schedule in ("forward", "reverse")
     for copies in ("late", "eager")
     for threads in (1, 3)
@@ -432,16 +426,10 @@ def run_gemm(cuda: ModuleType, module: Any, k: int = 40) -> tuple[Array, Array]:
     m, n = 128, 96
     a, b, c = random_matrix(m, k), random_matrix(k, n), np.empty((m, n), np.float32)
     module.get_function("tensor_core_gemm")(
-        cuda.In(a),
-        cuda.In(b),
-        cuda.Out(c),
-        *map(np.int32, (m, n, k)),
-        block=(128, 1, 1),
-        grid=(n // 32, m // 64),
+        cuda.In(a), cuda.In(b), cuda.Out(c), *map(np.int32, (m, n, k)), block=(128, 1, 1), grid=(n // 32, m // 64)
     )
     rounded = [
-        ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
-        for x in (a, b)
+        ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32).astype(float) for x in (a, b)
     ]
     return c, rounded[0] @ rounded[1]
 
@@ -453,9 +441,7 @@ def test_tensor_core_gemm(cuda: ModuleType, load: Callable[..., Any], mode: dict
     np.testing.assert_allclose(c, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_truncating_accumulation_is_biased_and_less_accurate(
-    cuda: ModuleType, load: Callable[..., Any]
-) -> None:
+def test_truncating_accumulation_is_biased_and_less_accurate(cuda: ModuleType, load: Callable[..., Any]) -> None:
     errors = {}
     for mma in ("rn", "rz"):
         with emulate(mma=mma):
@@ -479,9 +465,7 @@ def test_out_of_bounds_write(cuda: ModuleType, load: Callable[..., Any], index: 
     function(x, np.int32(0), block=(1, 1, 1))  # the process and its context go on
 
 
-def test_out_of_bounds_write_of_one_element_past_an_odd_size(
-    cuda: ModuleType, load: Callable[..., Any]
-) -> None:
+def test_out_of_bounds_write_of_one_element_past_an_odd_size(cuda: ModuleType, load: Callable[..., Any]) -> None:
     with pytest.raises(cuda.Error, match="a write 0 bytes past the end of an allocation of 4 bytes"):
         load("faulty").get_function("write_at")(cuda.mem_alloc(4), np.int32(1), block=(1, 1, 1))
 
@@ -520,9 +504,7 @@ def test_memory_of_another_device(cuda: ModuleType, load: Callable[..., Any]) ->
 def test_removed_barrier(cuda: ModuleType, load: Callable[..., Any], schedule: Any, step: int) -> None:
     out = np.zeros(64, np.float32)
     with emulate(schedule=schedule):
-        load("faulty").get_function("neighbour_without_barrier")(
-            cuda.Out(out), np.int32(step), block=(64, 1, 1)
-        )
+        load("faulty").get_function("neighbour_without_barrier")(cuda.Out(out), np.int32(step), block=(64, 1, 1))
     assert np.isnan(out).any()
 
 
@@ -540,9 +522,7 @@ def test_broken_pipeline(cuda: ModuleType, load: Callable[..., Any], bug: str) -
     assert wrong
 
 
-@pytest.mark.parametrize(
-    "kernel", ["barrier_in_one_branch", "barrier_against_warp_sync", "shuffle_in_one_branch"]
-)
+@pytest.mark.parametrize("kernel", ["barrier_in_one_branch", "barrier_against_warp_sync", "shuffle_in_one_branch"])
 def test_divergence(cuda: ModuleType, load: Callable[..., Any], kernel: str) -> None:
     with pytest.raises(cuda.Error, match=r"launch failure.*(divergent barrier|different warp functions)"):
         load("faulty").get_function(kernel)(cuda.mem_alloc(256), block=(64, 1, 1))
@@ -566,8 +546,7 @@ def test_static_shared_overrun(cuda: ModuleType, load: Callable[..., Any]) -> No
     function, y = load("faulty").get_function("static_shared_at"), cuda.mem_alloc(4)
     function(y, np.int32(63), block=(1, 1, 1))
     with pytest.raises(
-        cuda.Error,
-        match=r"illegal memory access.*faulty\.cu:\d+: index 64 is out of bounds of 'float \[64\]'",
+        cuda.Error, match=r"illegal memory access.*faulty\.cu:\d+: index 64 is out of bounds of 'float \[64\]'"
     ):
         function(y, np.int32(64), block=(1, 1, 1))
 
@@ -606,9 +585,7 @@ def test_other_faults(cuda: ModuleType, load: Callable[..., Any]) -> None:
         ({"block": (1, 1, 1), "shared": 49153}, "49153 bytes of dynamic shared memory"),
     ],
 )
-def test_launch_limits(
-    cuda: ModuleType, load: Callable[..., Any], launch: dict[str, Any], reason: str
-) -> None:
+def test_launch_limits(cuda: ModuleType, load: Callable[..., Any], launch: dict[str, Any], reason: str) -> None:
     with pytest.raises(cuda.LogicError, match=reason):
         load("faulty").get_function("write_at")(cuda.mem_alloc(4), np.int32(0), **launch)
 
@@ -680,9 +657,7 @@ def test_architectures_must_match(
                 cuda.module_from_buffer(cubin)
 
 
-def test_tensor_cores_and_async_copies_need_sm_80(
-    cuda: ModuleType, context: Any, compile_kernel: Compile
-) -> None:
+def test_tensor_cores_and_async_copies_need_sm_80(cuda: ModuleType, context: Any, compile_kernel: Compile) -> None:
     cubins = [compile_kernel(KERNELS / f"{stem}.cu", arch="sm_75") for stem in ("faulty", "tensor_core_gemm")]
     with emulate(arch="7.5"):
         faulty, gemm = map(cuda.module_from_buffer, cubins)
@@ -703,23 +678,10 @@ def test_errors_name_the_users_file_and_line(compile_kernel: Compile, tmp_path: 
 def test_command_line(simulator: Activation, tmp_path: Path) -> None:
     version = subprocess.run([simulator.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     assert "release 13.0" in version
-    listed = subprocess.run(
-        [simulator.nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
-    ).stdout
+    listed = subprocess.run([simulator.nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
     assert listed.split()[:2] == ["sm_75", "sm_80"]
     output = tmp_path / "out.cubin"
-    options = [
-        "-cubin",
-        "-arch=sm_80",
-        "-std=c++17",
-        "-Xptxas",
-        "-v",
-        "-lineinfo",
-        "-DA",
-        "-D",
-        "B=1",
-        f"-I{KERNELS}",
-    ]
+    options = ["-cubin", "-arch=sm_80", "-std=c++17", "-Xptxas", "-v", "-lineinfo", "-DA", "-D", "B=1", f"-I{KERNELS}"]
     subprocess.run([simulator.nvcc, *options, "-o", output, KERNELS / "correct.cu"], check=True)
     assert output.stat().st_size > 1000
     refused = subprocess.run(
@@ -738,9 +700,7 @@ def test_command_line(simulator: Activation, tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "sm_NN" in wrong.stderr
 
 
-def test_compiled_modules_are_cached(
-    simulator: Activation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_modules_are_cached(simulator: Activation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISPATCHER_CUDA_SIM_CACHE", str(tmp_path / "cache"))
     for name in ("first.cu", "elsewhere/second.cu"):
         source = tmp_path / name
@@ -765,9 +725,7 @@ def test_rewriting() -> None:
 
 def test_real_cubins_are_refused(cuda: ModuleType, context: Any) -> None:
     header = bytearray(64)
-    header[:20] = (
-        b"\x7fELF\x02\x01\x01" + bytes(9) + (2).to_bytes(2, "little") + (190).to_bytes(2, "little")
-    )  # EM_CUDA
+    header[:20] = b"\x7fELF\x02\x01\x01" + bytes(9) + (2).to_bytes(2, "little") + (190).to_bytes(2, "little")  # EM_CUDA
     with pytest.raises(cuda.Error, match="no kernel image"):
         cuda.module_from_buffer(bytes(header))
     with pytest.raises(cuda.Error, match="image is invalid"):

@@ -25,14 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def blocks(name: str, kind: str) -> list[str]:
-    return re.findall(
-        rf"^```{kind}\n(.*?)^```$", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    return re.findall(rf"^```{kind}\n(.*?)^```$", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_readme_s_programs_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_s_programs_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DISPATCHER_DEVICE", "numpy")
     first, second = blocks("README.md", "python")
     namespace: dict[str, Any] = {}
@@ -57,11 +53,7 @@ def test_the_readme_names_every_problem_and_command() -> None:
 def test_targets_and_files_that_the_contributing_guide_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert (
-        {"run", "quick", "test", "check"}
-        <= set(re.findall(r"`make ([a-z]+)`", text)) | {"run"}
-        <= set(targets)
-    )
+    assert {"run", "quick", "test", "check"} <= set(re.findall(r"`make ([a-z]+)`", text)) | {"run"} <= set(targets)
     files = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(r"\b((?:tests|bench)/\w+\.py)\b", text)
     assert len(files) > 8
     for file in files:
@@ -75,16 +67,7 @@ def taps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     (source / "taps_backend.py").write_text(program, encoding="utf-8")
     (source / "pyproject.toml").write_text(project, encoding="utf-8")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(target), str(source)], check=True, cwd=source)
     return target
 

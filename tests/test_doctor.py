@@ -80,9 +80,7 @@ def test_a_library_that_kills_its_loader_is_a_finding(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("there is no C compiler")
     source, library = tmp_path / "deadly.c", tmp_path / "libdeadly.so"
-    source.write_text(
-        "#include <stdlib.h>\n__attribute__((constructor)) static void kill(void) { abort(); }\n"
-    )
+    source.write_text("#include <stdlib.h>\n__attribute__((constructor)) static void kill(void) { abort(); }\n")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     vendors = tmp_path / "vendors"
     vendors.mkdir()
@@ -99,16 +97,10 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "a file in the way"
     blocked.touch()
     code, findings, _ = examine(
-        tmp_path,
-        XDG_CACHE_HOME=str(blocked),
-        POCL_CACHE_DIR=str(blocked / "pocl"),
-        DISPATCHER_SELF_TEST="off",
+        tmp_path, XDG_CACHE_HOME=str(blocked), POCL_CACHE_DIR=str(blocked / "pocl"), DISPATCHER_SELF_TEST="off"
     )
     cache = findings["cache folder"]
-    assert (cache["verdict"], cache["remedy"]) == (
-        "problem",
-        "set XDG_CACHE_HOME to a folder that can be written to",
-    )
+    assert (cache["verdict"], cache["remedy"]) == ("problem", "set XDG_CACHE_HOME to a folder that can be written to")
     assert "Not a directory" in cache["detail"]
     assert findings["self-tests"]["remedy"] == "unset DISPATCHER_SELF_TEST"
     if "PoCL's cache" in findings:

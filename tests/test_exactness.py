@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 
 from dispatcher.problem.operator import Operator
-from tests.strategies import (
-    Place,
-    conv_operator,
-    every_brisk_place,
-    operator_of,
-    problem_of,
-    tensors_of,
-)
+from tests.strategies import Place, conv_operator, every_brisk_place, operator_of, problem_of, tensors_of
 
 IDENTITY = np.ones((1, 1, 1, 1, 1), np.float32)
 
@@ -40,9 +33,7 @@ def linear(dtype: str = "float32") -> dict[str, Operator]:
             (3, 5, 3, 4, 13), 33, (4, 2, 5), stride=[2, 3, 1], padding=[1, 0, 2], bias=True, dtype=dtype
         ),
         "dilated": conv_operator((1, 3, 3, 4, 7), 9, (2, 3, 2), stride=[1, 2, 3], dilation=3, dtype=dtype),
-        "holes": conv_operator(
-            (2, 3, 2, 3, 5), 5, (1, 1, 1), stride=3, output_padding=2, bias=True, dtype=dtype
-        ),
+        "holes": conv_operator((2, 3, 2, 3, 5), 5, (1, 1, 1), stride=3, output_padding=2, bias=True, dtype=dtype),
         "depthwise": conv_operator((2, 7, 3, 4, 9), 7, (3, 3, 3), groups=7, padding=1, dtype=dtype),
         "groups": conv_operator((1, 6, 3, 4, 9), 15, (3, 3, 3), groups=3, stride=2, bias=True, dtype=dtype),
         "one_channel": conv_operator((1, 1, 5, 5, 70), 1, (3, 3, 3), dtype=dtype),
@@ -65,19 +56,11 @@ def linear(dtype: str = "float32") -> dict[str, Operator]:
             (3, 3, 3),
             padding=1,
             before=[{"op": "relu", "as": "start"}],
-            after=[
-                {"op": "add", "value": "start"},
-                {"op": "scale", "by": 2.0},
-                {"op": "subtract", "value": 1.0},
-            ],
+            after=[{"op": "add", "value": "start"}, {"op": "scale", "by": 2.0}, {"op": "subtract", "value": 1.0}],
             dtype=dtype,
         ),
         "reduced": conv_operator(
-            (2, 4, 3, 4, 6),
-            5,
-            (3, 3, 3),
-            after=[{"op": "sum", "axis": ["batch", "height", "width"]}],
-            dtype=dtype,
+            (2, 4, 3, 4, 6), 5, (3, 3, 3), after=[{"op": "sum", "axis": ["batch", "height", "width"]}], dtype=dtype
         ),
     }
 
@@ -321,9 +304,7 @@ def test_they_travel_through_pools_from_any_place(
             # The far ends, which no whole window holds, are dropped.
             x = np.full(shape, -3.0, np.float32)
             x[0, 0, -1, -1, -1] = ODD[odd]
-            np.testing.assert_array_equal(
-                check_not_finite(place, operator, {"x": x, "w": IDENTITY}), np.float32(-3.0)
-            )
+            np.testing.assert_array_equal(check_not_finite(place, operator, {"x": x, "w": IDENTITY}), np.float32(-3.0))
 
 
 @every_brisk_place
@@ -368,11 +349,7 @@ EXTREMES = [
     0.0,
     -0.0,
     *(sign * value for value in (1e-45, 1e-40, 1.2e-38, 1e-20, 1e-5, 3.4e38, 1e30) for sign in (1, -1)),
-    *(
-        sign * value
-        for value in (0.5, 1, 3, 4, 5.65, 5.7, 6, 9, 10, 17, 20, 88, 89, 104, 800)
-        for sign in (1, -1)
-    ),
+    *(sign * value for value in (0.5, 1, 3, 4, 5.65, 5.7, 6, 9, 10, 17, 20, 88, 89, 104, 800) for sign in (1, -1)),
 ]
 
 
@@ -406,9 +383,7 @@ def test_they_travel_through_reductions(place: Place, op: str, axis: str, odd: s
 @pytest.mark.parametrize("op", REDUCTIONS)
 @every_brisk_place
 def test_reductions_of_nothing_else(place: Place, op: str, odd: str) -> None:
-    operator = conv_operator(
-        (1, 3, 2, 3, 21), 3, (1, 1, 1), groups=3, after=[{"op": op, "axis": ["channel", "width"]}]
-    )
+    operator = conv_operator((1, 3, 2, 3, 21), 3, (1, 1, 1), groups=3, after=[{"op": op, "axis": ["channel", "width"]}])
     x = np.full((1, 3, 2, 3, 21), ODD[odd], np.float32)
     check_not_finite(place, operator, {"x": x, "w": np.ones((3, 1, 1, 1, 1), np.float32)})
 

@@ -44,14 +44,7 @@ def test_values(text: str, value: int) -> None:
 
 
 def test_ceil_rounds_a_division_up_and_nothing_else() -> None:
-    for text in (
-        "ceil(a)",
-        "ceil(a + b / c)",
-        "ceil(a / b * c)",
-        "ceil()",
-        "ceil(a / b",
-        "ceil(ceil(a / b))",
-    ):
+    for text in ("ceil(a)", "ceil(a + b / c)", "ceil(a / b * c)", "ceil()", "ceil(a / b", "ceil(ceil(a / b))"):
         with pytest.raises(InputError, match=r"is not valid: "):
             Expression.parse(text)
     with pytest.raises(InputError, match=r"ceil\(a / zero\): 12 cannot be divided by 0"):
@@ -234,9 +227,7 @@ def _source(draw_depth: int) -> st.SearchStrategy[str]:
     leaf = st.sampled_from(["a", "b", "c", "1", "2", "7"])
     return st.recursive(
         leaf,
-        lambda part: st.tuples(part, st.sampled_from(["+", "-", "*"]), part).map(
-            lambda t: f"({t[0]} {t[1]} {t[2]})"
-        ),
+        lambda part: st.tuples(part, st.sampled_from(["+", "-", "*"]), part).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
         max_leaves=draw_depth,
     )
 

@@ -82,9 +82,7 @@ def modules_imported(path: Path) -> Iterator[str]:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 is_module = name in MODULES or (ROOT / name.replace(".", "/")).is_dir()
-                if (
-                    is_module or node.module != "dispatcher"
-                ):  # else a constant of the package, such as its version
+                if is_module or node.module != "dispatcher":  # else a constant of the package, such as its version
                     yield name if is_module else str(node.module)
 
 
@@ -105,9 +103,7 @@ def test_a_backend_imports_the_interface_and_itself(backend: str) -> None:
     for path in sorted((ROOT / "backends" / backend).rglob("*.py")):
         for module in imported(path):
             if module.startswith("dispatcher.backends"):
-                assert module.startswith(f"dispatcher.backends.{backend}"), (
-                    f"{path}: backends never import each other"
-                )
+                assert module.startswith(f"dispatcher.backends.{backend}"), f"{path}: backends never import each other"
             elif module.split(".")[0] == "dispatcher":
                 assert module in INTERFACE, f"{path} imports {module}"
 
@@ -162,14 +158,7 @@ def test_only_the_command_line_imports_the_report() -> None:
 
 def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
     loaded = loaded_by("import dispatcher")
-    assert not {name.partition(".")[0] for name in loaded} & {
-        "pyopencl",
-        "pycuda",
-        "yaml",
-        "typer",
-        "rich",
-        "numpy",
-    }
+    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "typer", "rich", "numpy"}
     assert not any(name.startswith("dispatcher.backends") for name in loaded)
 
 

@@ -160,10 +160,7 @@ def test_signed_inputs_give_outputs_of_deviation_one(before: list[Any], stride: 
 
 def test_signed_factors_are_away_from_zero_and_terms_have_both_signs() -> None:
     shapes = {"x": (1, 64, 1, 1, 1), "f": (64, 1, 1, 1), "t": (64,), "g": (64,)}
-    pipeline = [
-        {"op": "scale", "by": "f"},
-        {"op": "layer_norm", "axis": "channel", "weight": "g", "bias": "t"},
-    ]
+    pipeline = [{"op": "scale", "by": "f"}, {"op": "layer_norm", "axis": "channel", "weight": "g", "bias": "t"}]
     tensors = random_tensors(operator_of(shapes, pipeline), 0)
     for name in ("f", "g"):
         assert np.abs(tensors[name]).min() >= 0.5

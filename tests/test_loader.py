@@ -141,18 +141,10 @@ def test_a_valid_file(write: Any) -> None:
         ("by: factor", "by: inf", ("by", "'inf'", "write .inf")),
         ("by: factor", "by: [1]", ("by", "a list of 1", "number")),
         ("type: double, default: 1.0", "type: double, default: .nan", ("default", "nan")),
-        (
-            "type: double, default: 1.0",
-            "type: double, default: .inf",
-            ("default", "finite", "pipeline[3].by"),
-        ),
+        ("type: double, default: 1.0", "type: double, default: .inf", ("default", "finite", "pipeline[3].by")),
         ("type: double, default: 1.0", "type: double, default: inf", ("default", "'inf'", "write .inf")),
         ("type: double, default: 1.0", "type: double, default: yes", ("default", "'yes'", "number")),
-        (
-            "kernel_size_all, type: size_t, default: 1",
-            "kernel_size_all, type: size_t, default: 1.0",
-            ("1.0",),
-        ),
+        ("kernel_size_all, type: size_t, default: 1", "kernel_size_all, type: size_t, default: 1.0", ("1.0",)),
         ("kernel_size_all, type: size_t, default: 1", "kernel_size_all, type: size_t, default: -1", ("-1",)),
         ("const: false", "const: 'false'", ("const", "'false'", "true")),
         ("const: false", "const: no", ("const", "'no'", "true")),
@@ -204,9 +196,7 @@ def test_texts_that_yaml_1_1_takes_for_something_else_are_texts(write: Any) -> N
 
 
 def test_a_size_of_a_case_may_be_zero_where_the_operator_allows_it(write: Any) -> None:
-    assert (
-        load_problem(write(replaced("batch_size: 1,", "batch_size: 0,"))).cases["sample"]["batch_size"] == 0
-    )
+    assert load_problem(write(replaced("batch_size: 1,", "batch_size: 0,"))).cases["sample"]["batch_size"] == 0
 
 
 # ---- structure ---------------------------------------------------------------------------------------------
@@ -219,11 +209,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     ("text", "line", "parts"),
     [
         ("name: a\nname: b\n", 2, ("name", "duplicate key", "line 1")),
-        (
-            replaced("    weight: kernel\n", "    weight: kernel\n    weight: input\n"),
-            19,
-            ("weight", "duplicate"),
-        ),
+        (replaced("    weight: kernel\n", "    weight: kernel\n    weight: input\n"), 19, ("weight", "duplicate")),
         (replaced("depth: 2,", "depth: 2, depth: 3,"), 24, ("cases.sample.depth", "duplicate")),
         (replaced("    weight: kernel\n", "\tweight: kernel\n"), 18, ("tab", "weight: kernel", "spaces")),
         (replaced("    weight: kernel\n", "    \tweight: kernel\n"), 18, ("tab",)),
@@ -257,11 +243,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("name: a\n---\nname: b\n", 2, ("second document",)),
         (VALID + "---\n" + VALID, 25, ("second document",)),
         (VALID + "...\n---\n...\n", 26, ("second document",)),
-        (
-            replaced("stride: [stride_d, 1, 1]", "stride: [stride_d, 1"),
-            19,
-            ("stride: [stride_d, 1", "not valid"),
-        ),
+        (replaced("stride: [stride_d, 1, 1]", "stride: [stride_d, 1"), 19, ("stride: [stride_d, 1", "not valid")),
         ("a:\n  b: [1,\n", 2, ("a.b", "b: [1,", "flow node")),
         ("a: {b: 1\n", 1, ("flow mapping",)),
         ("a: 'b\n", 1, ("a: 'b",)),
@@ -299,12 +281,7 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     ],
 )
 def test_structures_that_are_refused(
-    write: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    line: int | None,
-    parts: tuple[str, ...],
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: int | None, parts: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = write(text)
@@ -506,11 +483,7 @@ CHANGES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("parameters.0.shape", ["n", "c", "d", "h"], ("pipeline[0]: ", "4 axes", "5")),
     ("parameters.0.shape", ["n", "c", "d", "h", "factor"], ("parameters[0].shape[4]: ", "'factor'")),
     ("parameters.0.shape", ["n", "c", "d", "h", "w - 9"], ("cases.sample: ", "w - 9", "-4")),
-    (
-        "parameters.0.shape",
-        ["n", "c", "d", "h", "w / 2"],
-        ("cases.sample: ", "w / 2", "5 is not divisible by 2"),
-    ),
+    ("parameters.0.shape", ["n", "c", "d", "h", "w / 2"], ("cases.sample: ", "w / 2", "5 is not divisible by 2")),
     ("parameters.0.default", 1, ("parameters[0].default: ", "no 'default'")),
     ("parameters.2.const", True, ("parameters[2]: ", "'shape'")),
     ("parameters.3.const", False, ("parameters[3].const: ", "no 'const'")),
@@ -556,11 +529,7 @@ CHANGES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("pipeline.2", {"op": "gelu", "as": "a-b"}, ("pipeline[2].as: ", "'a-b'")),
     ("pipeline.2", {"op": "gelu", "as": None}, ("pipeline[2].as: ", "nothing")),
     ("pipeline.0", {"op": "scale", "by": "factor", "from": "y"}, ("pipeline[0].from: ", "'y'")),
-    (
-        "pipeline.0",
-        {"op": "scale", "by": "factor", "from": "bias"},
-        ("parameters[0]: ", "x is used by no step"),
-    ),
+    ("pipeline.0", {"op": "scale", "by": "factor", "from": "bias"}, ("parameters[0]: ", "x is used by no step")),
     ("pipeline.0", {"op": "scale", "by": 2}, ("parameters[8]: ", "factor is used by no step")),
     ("pipeline.1", "relu", ("parameters[1]: ", "bias is used by no step")),
     ("cases", [], ("cases: ", "a list of 0", "mapping")),
@@ -617,9 +586,7 @@ def test_argument_names_of_the_interface_are_reserved(name: str) -> None:
     assert f"parameters[8].name: {name!r} is an argument of the Python interface" in refused(mapping)
 
 
-@pytest.mark.parametrize(
-    "name", ["input", "kernel", "scale", "gelu", "channel", "op", "name", "from_", "kernel_d"]
-)
+@pytest.mark.parametrize("name", ["input", "kernel", "scale", "gelu", "channel", "op", "name", "from_", "kernel_d"])
 def test_names_that_look_special_but_are_free(name: str) -> None:
     mapping = valid()
     parameter(mapping, "bias")["name"] = name
@@ -639,9 +606,7 @@ def test_there_is_exactly_one_output(count: int) -> None:
     mapping["parameters"].remove(parameter(mapping, "y"))
     mapping["parameters"] += [{"name": f"y{i}", "type": "tensor", "const": False} for i in range(count)]
     got = ("none", "", "y0, y1")[count]
-    assert f"parameters: the output tensors (const: false) are {got}; expected exactly one" in refused(
-        mapping
-    )
+    assert f"parameters: the output tensors (const: false) are {got}; expected exactly one" in refused(mapping)
 
 
 def test_there_is_an_input() -> None:
@@ -701,9 +666,7 @@ def test_the_range_of_a_scalar_follows_from_its_uses() -> None:
     mapping = valid()
     mapping["parameters"].append({"name": "eps", "type": "double", "default": -1})
     mapping["pipeline"][2] = {"op": "layer_norm", "eps": "eps"}
-    assert "parameters[9].default: got -1.0; expected 0 or more, because pipeline[2].eps uses eps" in refused(
-        mapping
-    )
+    assert "parameters[9].default: got -1.0; expected 0 or more, because pipeline[2].eps uses eps" in refused(mapping)
     mapping["parameters"][9]["default"] = 0
     mapping["cases"]["sample"]["eps"] = -0.5
     assert "cases.sample.eps: got -0.5; expected 0 or more" in refused(mapping)
@@ -761,15 +724,9 @@ def test_other_things_are_no_problems(value: Any) -> None:
 
 # ---- garbage -----------------------------------------------------------------------------------------------
 WORDS = st.one_of(
-    st.sampled_from(
-        ["name", "title", "parameters", "pipeline", "cases", "tolerance", "type", "const", "shape"]
-    ),
-    st.sampled_from(
-        ["default", "op", "from", "as", "by", "value", "axis", "window", "eps", "tensor", "size_t"]
-    ),
-    st.sampled_from(
-        ["double", "output", "n", "c", "d", "h", "w", "gelu", "add", "scale", "softmax", "channel"]
-    ),
+    st.sampled_from(["name", "title", "parameters", "pipeline", "cases", "tolerance", "type", "const", "shape"]),
+    st.sampled_from(["default", "op", "from", "as", "by", "value", "axis", "window", "eps", "tensor", "size_t"]),
+    st.sampled_from(["double", "output", "n", "c", "d", "h", "w", "gelu", "add", "scale", "softmax", "channel"]),
 )
 SCALARS = st.one_of(
     WORDS, st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=3)
@@ -815,9 +772,7 @@ def test_valid_mappings_with_one_part_changed_only_raise_our_errors(data: st.Dat
 
 
 FIELD_VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "triple": st.one_of(
-        st.integers(0, 3), st.sampled_from(["w", "c - 2", "w / 2", ["n", "c", 1], [1, 2, 3]])
-    ),
+    "triple": st.one_of(st.integers(0, 3), st.sampled_from(["w", "c - 2", "w / 2", ["n", "c", 1], [1, 2, 3]])),
     "size": st.sampled_from([0, 1, 2, 3, "c", "c - 2"]),
     "operand": st.sampled_from(["factor", "bias", "x", "first", 0, -1.5]),
     "tensor": st.sampled_from(["bias", "x", "weight", "small"]),
@@ -848,12 +803,7 @@ def test_pipelines_of_any_steps_are_legal_or_refused(pipeline: list[dict[str, An
     ]
     mapping["cases"]["sample"]["n"] = batch
     use_all = [{"op": "add", "value": name} for name in ("bias", "weight", "small", "factor")]
-    mapping["pipeline"] = [
-        {"op": "relu", "as": "first"},
-        *pipeline,
-        *use_all,
-        {"op": "add", "value": "first"},
-    ]
+    mapping["pipeline"] = [{"op": "relu", "as": "first"}, *pipeline, *use_all, {"op": "add", "value": "first"}]
     only_refuses(mapping)
 
 

@@ -153,9 +153,7 @@ def test_a_real_device_gives_equal_bits_when_split(small_opencl: Callable[[int],
     result = compiled(**tensors)
     assert any("at a time" in launch.note for launch in compiled.explain().launches)
     small_opencl(1 << 40)
-    np.testing.assert_array_equal(
-        result, dispatcher.run(problem, device=request, **sizes_of(operator), **tensors)
-    )
+    np.testing.assert_array_equal(result, dispatcher.run(problem, device=request, **sizes_of(operator), **tensors))
 
 
 def sizes_of(operator: Operator) -> dict[str, Any]:
@@ -215,9 +213,7 @@ def test_a_result_larger_than_the_host_s_memory_is_refused_before_it_is_allocate
     x, w = np.ones((1, 1, 2, 2, 2), np.float32), np.ones((1, 1, 1, 1, 1), np.float32)
     assert dispatcher.run(CONV, device="numpy", input=x, kernel=w, stride=9).shape[2] == 10
     needed = 4 * 1100**3 + 8 * (8 + 1100**3)
-    with pytest.raises(
-        DeviceMemoryError, match=f"at least {needed} bytes of the host's memory, and 104857600"
-    ):
+    with pytest.raises(DeviceMemoryError, match=f"at least {needed} bytes of the host's memory, and 104857600"):
         dispatcher.run(CONV, device="numpy", input=x, kernel=w, stride=1099)
 
 

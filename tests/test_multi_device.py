@@ -133,9 +133,7 @@ def test_one_device_s_failure_is_the_call_s(install_backends: Install) -> None:
     np.testing.assert_array_equal(result, correct(operator, tensors))
 
 
-def test_a_device_that_is_not_usable_is_left_out_and_told(
-    pair: FakeBackend, speeds: dict[str, SelfTest]
-) -> None:
+def test_a_device_that_is_not_usable_is_left_out_and_told(pair: FakeBackend, speeds: dict[str, SelfTest]) -> None:
     speeds["cuda:1"] = SelfTest("crashed", "crashed with SIGSEGV")
     operator = bound(CONV, 2)
     compiled = dispatcher.compile(CONV, device="all-of:cuda", case="sample")

@@ -235,9 +235,7 @@ def test_gelu_keeps_any_shape_and_layout(shape: tuple[int, ...]) -> None:
 def test_silu_and_sigmoid_where_an_exponential_overflows() -> None:
     x = np.array([-745.0, -710.0, 710.0])
     np.testing.assert_allclose(reference_steps.POINTWISE["sigmoid"](x)[1:], [np.exp(-710.0), 1.0], rtol=1e-13)
-    np.testing.assert_allclose(
-        reference_steps.POINTWISE["silu"](x)[1:], [-710.0 * np.exp(-710.0), 710.0], rtol=1e-13
-    )
+    np.testing.assert_allclose(reference_steps.POINTWISE["silu"](x)[1:], [-710.0 * np.exp(-710.0), 710.0], rtol=1e-13)
     assert -1e-320 < reference_steps.POINTWISE["silu"](x)[0] < 0.0
 
 
@@ -274,10 +272,7 @@ def test_layer_norm_works_over_channels() -> None:
     ("after", "shape"),
     [
         ([], (0, 2, 2, 2, 2)),
-        (
-            [{"op": "layer_norm", "axis": "channel"}, "gelu", {"op": "max", "axis": "channel"}],
-            (0, 1, 2, 2, 2),
-        ),
+        ([{"op": "layer_norm", "axis": "channel"}, "gelu", {"op": "max", "axis": "channel"}], (0, 1, 2, 2, 2)),
         ([{"op": "softmax", "axis": ["batch", "width"]}], (0, 2, 2, 2, 2)),
     ],
     ids=["conv", "per_item", "over_batch"],

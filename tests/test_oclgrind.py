@@ -55,10 +55,7 @@ CASES: dict[str, dict[str, int]] = {
 #: The same for pipelines of single steps: shapes of the tensors and the steps. All work-items of a group share a row
 #: of `rows`; several share a result of `columns`, and several results a group; of `windows` each has its own.
 STEPS: dict[str, tuple[dict[str, tuple[int, ...]], list[dict[str, Any]]]] = {
-    "rows": (
-        {"x": (1, 3, 3, 5, 9)},
-        [{"op": "layer_norm", "axis": "spatial"}, {"op": "softmax", "axis": "spatial"}],
-    ),
+    "rows": ({"x": (1, 3, 3, 5, 9)}, [{"op": "layer_norm", "axis": "spatial"}, {"op": "softmax", "axis": "spatial"}]),
     "columns": (
         {"x": (1, 70, 1, 1, 3), "w": (70,)},
         [
@@ -137,9 +134,7 @@ def simulate(tmp_path: Path, name: str, patches: Mapping[str, tuple[str, str]] |
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    return Outcome(
-        answer["passed"], answer["algorithms"], log.read_text().splitlines() if log.exists() else []
-    )
+    return Outcome(answer["passed"], answer["algorithms"], log.read_text().splitlines() if log.exists() else [])
 
 
 def operator_named(name: str) -> Operator:
@@ -149,8 +144,7 @@ def operator_named(name: str) -> Operator:
         return bind_arguments(problem, sort_arguments(problem, CASES[name]), case="sample", dtype="float32")
     shapes, pipeline = STEPS[name]
     tensors = [
-        {"name": tensor, "type": "tensor", "const": True, "shape": list(shape)}
-        for tensor, shape in shapes.items()
+        {"name": tensor, "type": "tensor", "const": True, "shape": list(shape)} for tensor, shape in shapes.items()
     ]
     output = {"name": "output", "type": "tensor", "const": False}
     problem = problem_from_mapping({"name": name, "parameters": [*tensors, output], "pipeline": pipeline})
@@ -247,9 +241,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new"), OUTSIDE.values(), ids=OUTSIDE)
-def test_an_access_out_of_bounds_is_reported(
-    tmp_path: Path, name: str, file: str, old: str, new: str
-) -> None:
+def test_an_access_out_of_bounds_is_reported(tmp_path: Path, name: str, file: str, old: str, new: str) -> None:
     assert simulate(tmp_path, name, {file: (old, new)}).invalid > 0
 
 
@@ -264,12 +256,7 @@ WRONG = {
     "first_of_each_slice": ("rows", REDUCTION, "i = slice; i < terms", "i = slice + SLICES; i < terms"),
     "half_of_the_pairs": ("rows", SLICES, "if (slice < left) partial", "if (slice < left / 2) partial"),
     "another_lane": ("columns", SLICES, "REAL total = partial[lane];", "REAL total = partial[0];"),
-    "channel_of_another_slice": (
-        "columns",
-        REDUCTION,
-        "AFFINE(value, CHANNEL(result, i))",
-        "AFFINE(value, slice)",
-    ),
+    "channel_of_another_slice": ("columns", REDUCTION, "AFFINE(value, CHANNEL(result, i))", "AFFINE(value, slice)"),
 }
 
 

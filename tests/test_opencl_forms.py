@@ -40,9 +40,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         "product_of_halves": lambda x, axis: (0.5 * x).prod(axis, keepdims=True),
         "largest_size": lambda x, axis: np.abs(x).max(axis, keepdims=True),
     }
-    monkeypatch.setitem(
-        VOCABULARY, "scaled_cube", pointwise(scaled, "", Field("by", "operand", "", default=1.0))
-    )
+    monkeypatch.setitem(VOCABULARY, "scaled_cube", pointwise(scaled, "", Field("by", "operand", "", default=1.0)))
     monkeypatch.setitem(reference.POINTWISE, "scaled_cube", lambda x, by: x * x * x * by)
     for name, form in forms.items():
         monkeypatch.setitem(VOCABULARY, name, reduction(form, ""))
@@ -117,9 +115,7 @@ class Strange(Step):
     """A step that no kernel is for."""
 
 
-def test_what_has_no_form_here_is_declined_before_anything_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_no_form_here_is_declined_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     device = BACKEND.probe()[0]
     strange = Operation((), lambda binding: binding.append(Strange(**binding.base(binding.input_shape))), "")
     monkeypatch.setitem(VOCABULARY, "strange", strange)

@@ -92,9 +92,7 @@ FULL = (2, 6, 7, 9, 33)
 CONV = "conv_transpose3d"
 RESIDUALS = {
     "residual": Case(["gelu", add("c")], (f"{CONV} gelu add",)),
-    "itself": Case(
-        [{"op": "relu", "as": "r"}, "tanh", times("r"), times("r")], (f"{CONV} relu tanh scale scale",)
-    ),
+    "itself": Case([{"op": "relu", "as": "r"}, "tanh", times("r"), times("r")], (f"{CONV} relu tanh scale scale",)),
     "skip_tensor": Case(
         [add("t", **{"as": "s"}), "hardswish", times("s")], (f"{CONV} add hardswish scale",), {"t": FULL}
     ),
@@ -105,18 +103,12 @@ RESIDUALS = {
         [add("x"), times("t")], (f"{CONV} add scale",), {"t": (6, 4, 1, 17)}, stride=1, x=(2, 6, 4, 5, 17)
     ),
     "after_layer_norm": Case(
-        ["layer_norm", add("t", **{"as": "s"}), "gelu", times("s")],
-        (f"{CONV} layer_norm add gelu scale",),
-        {"t": FULL},
+        ["layer_norm", add("t", **{"as": "s"}), "gelu", times("s")], (f"{CONV} layer_norm add gelu scale",), {"t": FULL}
     ),
     "after_a_pool": Case(
-        [{"op": "max_pool3d", "window": 2}, add("t"), "relu"],
-        (f"{CONV} max_pool3d add relu",),
-        {"t": (6, 3, 4, 16)},
+        [{"op": "max_pool3d", "window": 2}, add("t"), "relu"], (f"{CONV} max_pool3d add relu",), {"t": (6, 3, 4, 16)}
     ),
-    "after_a_channel_sum": Case(
-        [over("sum", "channel"), add("t")], (f"{CONV} sum add",), {"t": (2, 1, 7, 9, 33)}
-    ),
+    "after_a_channel_sum": Case([over("sum", "channel"), add("t")], (f"{CONV} sum add",), {"t": (2, 1, 7, 9, 33)}),
     "across_a_norm": Case(["layer_norm", add("c")], (CONV, "layer_norm add")),
     "a_norm_after_a_skip": Case([add("t"), "layer_norm"], (f"{CONV} add", "layer_norm"), {"t": FULL}),
     "an_earlier_value": Case(
@@ -145,9 +137,7 @@ STATISTICS = {
         {"g": (6,), "h": (6,)},
     ),
     "instance_norm": Case(["instance_norm", add("t"), "relu"], (CONV, "instance_norm add relu"), {"t": FULL}),
-    "batch_norm": Case(
-        [{"op": "batch_norm", "weight": "g"}, times("c")], (CONV, "batch_norm scale"), {"g": (6,)}
-    ),
+    "batch_norm": Case([{"op": "batch_norm", "weight": "g"}, times("c")], (CONV, "batch_norm scale"), {"g": (6,)}),
     "layer_norm": Case([over("layer_norm", "channel", "spatial")], (CONV, "layer_norm")),
     "softmax": Case([over("softmax", "spatial"), times(2.0)], (CONV, "softmax scale")),
     "softmax_of_items": Case([over("softmax", "channel", "spatial")], (CONV, "softmax")),
@@ -158,9 +148,7 @@ STATISTICS = {
     ),
     "mean": Case([over("mean", "spatial"), "gelu"], (CONV, "mean gelu")),
     "max": Case([over("max", "batch", "spatial"), "gelu"], (CONV, "max gelu")),
-    "min_of_items": Case(
-        [over("min", "channel", "spatial"), add("t")], (CONV, "min add"), {"t": (2, 1, 1, 1, 1)}
-    ),
+    "min_of_items": Case([over("min", "channel", "spatial"), add("t")], (CONV, "min add"), {"t": (2, 1, 1, 1, 1)}),
     "log_sum_exp": Case([over("log_sum_exp", "spatial")], (CONV, "log_sum_exp")),
     "mean_of_batch_norm": Case(
         [{"op": "batch_norm", "weight": "g", "bias": "h"}, over("mean", "spatial"), add("t")],
@@ -168,16 +156,10 @@ STATISTICS = {
         {"g": (6,), "h": (6,), "t": (2, 6, 1, 1, 1)},
     ),
     "sum_of_group_norm": Case(
-        [{"op": "group_norm", "groups": 2, "bias": "h"}, over("sum", "spatial")],
-        (CONV, "group_norm sum"),
-        {"h": (6,)},
+        [{"op": "group_norm", "groups": 2, "bias": "h"}, over("sum", "spatial")], (CONV, "group_norm sum"), {"h": (6,)}
     ),
-    "mean_of_a_curve": Case(
-        ["batch_norm", "relu", over("mean", "spatial")], (CONV, "batch_norm relu", "mean")
-    ),
-    "pooled": Case(
-        [{"op": "max_pool3d", "window": 2}, "instance_norm"], (f"{CONV} max_pool3d", "instance_norm")
-    ),
+    "mean_of_a_curve": Case(["batch_norm", "relu", over("mean", "spatial")], (CONV, "batch_norm relu", "mean")),
+    "pooled": Case([{"op": "max_pool3d", "window": 2}, "instance_norm"], (f"{CONV} max_pool3d", "instance_norm")),
     "a_pool_of_its_own": Case(
         [{"op": "avg_pool3d", "window": [3, 2, 2]}, "instance_norm"],
         (CONV, "avg_pool3d", "instance_norm"),
@@ -195,9 +177,7 @@ STATISTICS = {
         (CONV, "softmax relu", "abs add", "max"),
     ),
     "narrow_rows": Case(["instance_norm"], (CONV, "instance_norm"), x=(2, 4, 9, 8, 5)),
-    "one_phase_rows": Case(
-        ["instance_norm", "gelu"], (CONV, "instance_norm gelu"), stride=1, x=(2, 4, 5, 4, 47)
-    ),
+    "one_phase_rows": Case(["instance_norm", "gelu"], (CONV, "instance_norm gelu"), stride=1, x=(2, 4, 5, 4, 47)),
 }
 CASES = RESIDUALS | STATISTICS
 
@@ -295,9 +275,7 @@ def test_fusion_can_be_switched_off() -> None:
     executable = BACKEND.compile(operator, device, {**place.options, "fusion": "off"})
     assert [launch.steps for launch in executable.launches] == [(step.op,) for step in operator.steps]
     tensors = tensors_of(operator)
-    np.testing.assert_allclose(
-        executable(tensors), place.run(operator.problem, **tensors), rtol=1e-4, atol=1e-5
-    )
+    np.testing.assert_allclose(executable(tensors), place.run(operator.problem, **tensors), rtol=1e-4, atol=1e-5)
 
 
 # ---- lowering, without a device ----------------------------------------------------------------------------

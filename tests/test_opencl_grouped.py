@@ -55,11 +55,7 @@ PIPELINES: dict[str, tuple[dict[str, tuple[int, ...]], list[Any]]] = {
     "short_rows": ({"x": (3, 5, 7, 6, 3)}, [over("softmax", "width"), over("mean", "height", "width")]),
     "columns": (
         {"x": (2, 75, 2, 3, 5), "w": (75,), "b": (75,)},
-        [
-            {"op": "layer_norm", "weight": "w", "bias": "b"},
-            over("softmax", "channel"),
-            over("max", "channel"),
-        ],
+        [{"op": "layer_norm", "weight": "w", "bias": "b"}, over("softmax", "channel"), over("max", "channel")],
     ),
     "few_columns": ({"x": (700, 1, 1, 1, 3)}, [over("softmax", "batch"), over("log_sum_exp", "batch")]),
     "gaps": (
@@ -97,18 +93,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
 @pytest.mark.parametrize("name", PIPELINES)
 @each_limits
 @everywhere
-def test_steps_within_limits(
-    place: Place, limits: Limits, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_within_limits(place: Place, limits: Limits, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, limits)
     agrees(place, operator_of(*PIPELINES[name]))
 
 
 @pytest.mark.parametrize("name", ["long_rows", "columns"])
 @everywhere
-def test_without_local_memory_a_work_item_works_alone(
-    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_local_memory_a_work_item_works_alone(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, ALONE)
     agrees(place, operator_of(*PIPELINES[name]))
 
@@ -174,10 +166,7 @@ def test_every_element_belongs_to_one_result(recipe: Any) -> None:
         terms = math.prod(axis.extent for axis in axes if axis.reduced)
         channels = np.broadcast_to(np.arange(step.input_shape[1])[:, None, None, None], step.input_shape)
         seen = np.zeros(math.prod(step.input_shape), int)
-        places: dict[str, np.ndarray] = {
-            "result": np.arange(source.count)[:, None],
-            "i": np.arange(terms)[None, :],
-        }
+        places: dict[str, np.ndarray] = {"result": np.arange(source.count)[:, None], "i": np.arange(terms)[None, :]}
         element = evaluate(source.text, "PLACE(result)", places) + evaluate(source.text, "OFFSET(i)", places)
         np.add.at(seen, element, 1)
         channel = evaluate(source.text, "CHANNEL(result, i)", places)
@@ -205,13 +194,9 @@ def test_neighbouring_axes_are_joined() -> None:
     terms=st.integers(1, 1 << 22),
     contiguous=st.booleans(),
     itemsize=st.sampled_from((4, 8)),
-    limits=st.builds(
-        Limits, st.integers(1, 2048), st.integers(64, 1 << 17), st.integers(1, 128), st.integers(1, 200)
-    ),
+    limits=st.builds(Limits, st.integers(1, 2048), st.integers(64, 1 << 17), st.integers(1, 128), st.integers(1, 200)),
 )
-def test_groups_keep_the_limits(
-    results: int, terms: int, contiguous: bool, itemsize: int, limits: Limits
-) -> None:
+def test_groups_keep_the_limits(results: int, terms: int, contiguous: bool, itemsize: int, limits: Limits) -> None:
     group = grouping(results, terms, terms if contiguous else 1, limits, itemsize)
     assert 1 <= group.work_items <= limits.work_items
     assert group.slices == 1 or group.work_items * itemsize <= limits.local_memory

@@ -155,9 +155,7 @@ def test_a_users_folder_or_file_is_reported(machine: Machine, monkeypatch: pytes
         assert [entry.library for entry in icd.prepare_icd_vendors().entries] == ["libone.so"]
 
 
-def test_an_empty_setting_counts_as_none(
-    machine: Machine, intel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_setting_counts_as_none(machine: Machine, intel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCL_ICD_VENDORS", "")
     assert icd.prepare_icd_vendors().changed
 
@@ -216,21 +214,14 @@ def test_libraries_that_another_loaders_variable_names_are_added(
     assert icd.prepare_icd_vendors() == report
 
 
-def test_a_drivers_library_is_added_where_it_is_installed(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        icd, "DRIVER_LIBRARIES", ("libgpu-opencl.so.1", "libother-opencl.so.1", "libnamed.so.1")
-    )
+def test_a_drivers_library_is_added_where_it_is_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(icd, "DRIVER_LIBRARIES", ("libgpu-opencl.so.1", "libother-opencl.so.1", "libnamed.so.1"))
     machine.system_icd("named.icd", "/nowhere/libnamed.so.1\n")
     machine.system_icd("again.icd", "libnamed.so\n")
     errors = {"libother-opencl.so.1": "no such file"}
     monkeypatch.setattr(icd, "load_error", errors.get)
     report = icd.prepare_icd_vendors()
-    assert content(report.vendors) == {
-        "again.icd": "libnamed.so\n",
-        "libgpu-opencl.so.1.icd": "libgpu-opencl.so.1\n",
-    }
+    assert content(report.vendors) == {"again.icd": "libnamed.so\n", "libgpu-opencl.so.1.icd": "libgpu-opencl.so.1\n"}
     assert "driver" in entry_of(report, "libgpu-opencl.so.1.icd").reason
 
 
@@ -275,9 +266,7 @@ def test_dependencies_beside_the_library_are_left_to_the_linker(intel: str, load
     assert loaded == [intel]
 
 
-def test_dependencies_in_another_prefix_are_loaded_first(
-    machine: Machine, tmp_path: Path, loaded: list[str]
-) -> None:
+def test_dependencies_in_another_prefix_are_loaded_first(machine: Machine, tmp_path: Path, loaded: list[str]) -> None:
     machine.install("intel-opencl-rt", tmp_path / "a", "libintelocl.so", "libirng.so")
     machine.install("intel-cmplr-lib-rt", tmp_path / "b", "libintlc.so.5", "libimf.so", "libsvml.so")
     machine.install("tbb", tmp_path / "c", "libtbb.so.12")
@@ -343,9 +332,7 @@ def test_without_a_cache_variable_the_home_folder_is_used(
     assert vendors.is_relative_to(tmp_path / "home" / ".cache" / "kernel-dispatcher")
 
 
-def test_other_platforms_are_left_alone(
-    machine: Machine, intel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_platforms_are_left_alone(machine: Machine, intel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     before = dict(os.environ)
     assert not icd.prepare_icd_vendors().changed
@@ -403,11 +390,6 @@ def test_the_loader_finds_intels_runtime(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     environment["XDG_CACHE_HOME"] = str(tmp_path)
     child = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
     assert "Intel(R) OpenCL" in child.stdout, child.stdout + child.stderr

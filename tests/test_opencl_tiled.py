@@ -254,9 +254,7 @@ def test_what_fuses() -> None:
         return fused(operator_for(f"conv-transpose3d-{name}", "kernelbench"), LARGE)
 
     assert steps("layernorm-gelu-scaling") == [("conv_transpose3d", "layer_norm", "gelu", "scale")]
-    assert steps("sum-layernorm-avgpool-gelu") == [
-        ("conv_transpose3d", "add", "layer_norm", "avg_pool3d", "gelu")
-    ]
+    assert steps("sum-layernorm-avgpool-gelu") == [("conv_transpose3d", "add", "layer_norm", "avg_pool3d", "gelu")]
     assert steps("max-max-sum") == [("conv_transpose3d", "max_pool3d"), ("max_pool3d",), ("sum",)]
     assert steps("avgpool-clamp-softmax-multiply") == [
         ("avg_pool3d",),

@@ -42,9 +42,7 @@ def chosen(geometry: ConvGeometry, units: int, fold: Fold | None = None, **optio
     """The layout that a device with so many compute units gets."""
     facts = replace(FACTS, compute_units=units)
     runtime = cast(Any, SimpleNamespace(facts=facts, identity="a device that nothing was tuned on"))
-    tile, _ = lines.choose(
-        geometry, fold, runtime, np.dtype(np.float32), Options(tuned="ignore", **cast(Any, options))
-    )
+    tile, _ = lines.choose(geometry, fold, runtime, np.dtype(np.float32), Options(tuned="ignore", **cast(Any, options)))
     return LineLayout(geometry, fold, tile)
 
 

@@ -79,15 +79,7 @@ SIGNATURES: dict[str, list[tuple[str, str, bool]]] = {
         *OUTPUT_PADDING,
         ("scaling_factor", "double", False),
     ],
-    "conv-transpose3d-max-max-sum": [
-        INPUT,
-        KERNEL,
-        ("conv_bias", "tensor", True),
-        OUTPUT,
-        *SIZES,
-        *STRIDE,
-        *PADDING,
-    ],
+    "conv-transpose3d-max-max-sum": [INPUT, KERNEL, ("conv_bias", "tensor", True), OUTPUT, *SIZES, *STRIDE, *PADDING],
     "conv-transpose3d-sum-layernorm-avgpool-gelu": [
         INPUT,
         KERNEL,
@@ -136,12 +128,7 @@ PIPELINES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 # The published sizes: input shape, kernel shape, output shape, scalars.
 KERNELBENCH: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, float]]] = {
-    "conv-transpose-3d-asym-input-sq-kernel": (
-        (8, 48, 96, 96, 96),
-        (48, 24, 3, 3, 3),
-        (8, 24, 98, 98, 98),
-        {},
-    ),
+    "conv-transpose-3d-asym-input-sq-kernel": ((8, 48, 96, 96, 96), (48, 24, 3, 3, 3), (8, 24, 98, 98, 98), {}),
     "conv-transpose3d-avgpool-clamp-softmax-multiply": (
         (32, 32, 32, 64, 64),
         (32, 64, 3, 3, 3),
@@ -154,12 +141,7 @@ KERNELBENCH: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], 
         (32, 64, 32, 64, 64),
         {"scaling_factor": 1.0},
     ),
-    "conv-transpose3d-max-max-sum": (
-        (16, 32, 32, 32, 32),
-        (32, 64, 5, 5, 5),
-        (16, 1, 10, 10, 10),
-        {},
-    ),
+    "conv-transpose3d-max-max-sum": ((16, 32, 32, 32, 32), (32, 64, 5, 5, 5), (16, 1, 10, 10, 10), {}),
     "conv-transpose3d-sum-layernorm-avgpool-gelu": (
         (32, 32, 16, 32, 32),
         (32, 64, 3, 3, 3),
@@ -171,9 +153,7 @@ CASES = [(name, case) for name in SIGNATURES for case in load_problem(name).case
 
 
 def bound(problem: Problem, case: str) -> Operator:
-    values = {p.name: p.default for p in problem.parameters if p.default is not None} | dict(
-        problem.cases[case]
-    )
+    values = {p.name: p.default for p in problem.parameters if p.default is not None} | dict(problem.cases[case])
     return bind(
         problem,
         {p.name: int(values[p.name]) for p in problem.sizes},

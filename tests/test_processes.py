@@ -103,9 +103,7 @@ def test_asking_for_help_is_quick() -> None:
             before = os.times()
             subprocess.run([sys.executable, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
             after = os.times()
-            times.append(
-                after.children_user + after.children_system - before.children_user - before.children_system
-            )
+            times.append(after.children_user + after.children_system - before.children_user - before.children_system)
         return min(times)
 
     base = seconds("-c", "import numpy")
@@ -281,9 +279,7 @@ def calls(problems: list[str], seeds: range) -> list[tuple[str, dict[str, Any]]]
     return result
 
 
-@pytest.mark.parametrize(
-    "problems", [[LAYERNORM], [CONV, LAYERNORM, SUM, SOFTMAX, MAXMAX]], ids=["one", "many"]
-)
+@pytest.mark.parametrize("problems", [[LAYERNORM], [CONV, LAYERNORM, SUM, SOFTMAX, MAXMAX]], ids=["one", "many"])
 def test_eight_threads_give_equal_bits(backend_device: Device, problems: list[str]) -> None:
     compiled = {name: dispatcher.compile(name, device=backend_device.id, case="sample") for name in problems}
     jobs = calls(problems, range(4))

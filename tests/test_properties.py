@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.ops.steps import ConvTranspose3d
-from tests.strategies import (
-    Place,
-    Recipe,
-    convolutions,
-    every_place,
-    pipelines,
-    tensors_of,
-    thorough,
-)
+from tests.strategies import Place, Recipe, convolutions, every_place, pipelines, tensors_of, thorough
 
 #: Algorithms that transform their input, so that sums of small integers need not come out exact.
 TRANSFORMING = ("winograd",)

@@ -94,10 +94,7 @@ def test_one_runs_and_child_processes_reach_it(
     tmp_path: Path, install_distributions: Discover, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = distribution(
-        tmp_path / "site",
-        "right",
-        "right = registry_right:BACKEND",
-        registry_right=WORKING.format(name="right"),
+        tmp_path / "site", "right", "right = registry_right:BACKEND", registry_right=WORKING.format(name="right")
     )
     install_distributions(site)
     (device,) = backend_devices("right")
@@ -110,10 +107,7 @@ def test_one_runs_and_child_processes_reach_it(
 
 
 BROKEN = {
-    "raises": (
-        "raise OSError('libmine.so is missing')",
-        "cannot be imported: OSError: libmine.so is missing",
-    ),
+    "raises": ("raise OSError('libmine.so is missing')", "cannot be imported: OSError: libmine.so is missing"),
     "exits": ("raise SystemExit('no licence')", "cannot be imported: SystemExit: no licence"),
     "aborts": ("import os; os.abort()", "looking for broken devices crashed with SIGABRT"),
     "misses": ("", "cannot be imported: AttributeError"),
@@ -134,14 +128,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_one_is_an_unavailable_device(
-    tmp_path: Path, install_distributions: Discover, fault: str
-) -> None:
+def test_a_broken_one_is_an_unavailable_device(tmp_path: Path, install_distributions: Discover, fault: str) -> None:
     text, reason = BROKEN[fault]
     module = f"registry_{fault.replace(' ', '_')}"
-    install_distributions(
-        distribution(tmp_path / "site", "broken", f"broken = {module}:BACKEND", **{module: text})
-    )
+    install_distributions(distribution(tmp_path / "site", "broken", f"broken = {module}:BACKEND", **{module: text}))
     found = {device.backend: device for device in dispatcher.devices()}
     assert not found["broken"].available
     assert reason in (found["broken"].reason or "")
@@ -152,9 +142,7 @@ def test_a_broken_one_is_an_unavailable_device(
     assert {each.subject for each in findings} == {"broken 1.0", "broken:0 broken"}
 
 
-@pytest.mark.parametrize(
-    "target", ["registry_no_such_module:BACKEND", "not a target!", "os.path:BACKEND", ":", ""]
-)
+@pytest.mark.parametrize("target", ["registry_no_such_module:BACKEND", "not a target!", "os.path:BACKEND", ":", ""])
 def test_a_target_that_is_not_there_is_an_unavailable_device(
     tmp_path: Path, install_distributions: Discover, target: str
 ) -> None:
@@ -181,21 +169,15 @@ def test_a_name_that_cannot_be_used_is_refused_in_one_line(
     assert (finding.verdict, finding.remedy) == ("problem", "python -m pip uninstall rogue")
 
 
-def test_of_two_with_one_name_the_first_distribution_has_it(
-    tmp_path: Path, install_distributions: Discover
-) -> None:
+def test_of_two_with_one_name_the_first_distribution_has_it(tmp_path: Path, install_distributions: Discover) -> None:
     site = distribution(tmp_path / "site", "second", "mine = registry_second:BACKEND")
     distribution(site, "first", "mine = registry_first:BACKEND")
     install_distributions(site)
-    with pytest.warns(
-        RuntimeWarning, match=r"'mine' of second 1\.0 is left out: .* registry_first:BACKEND of first"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"'mine' of second 1\.0 is left out: .* registry_first:BACKEND of first"):
         assert registry.BACKENDS["mine"] == "registry_first:BACKEND"
 
 
-def test_a_distribution_that_is_installed_twice_counts_once(
-    tmp_path: Path, install_distributions: Discover
-) -> None:
+def test_a_distribution_that_is_installed_twice_counts_once(tmp_path: Path, install_distributions: Discover) -> None:
     install_distributions(distribution(tmp_path / "old", "mine", "mine = registry_old:BACKEND"))
     install_distributions(distribution(tmp_path / "new", "mine", "mine = registry_new:BACKEND"))
     with warnings.catch_warnings():
@@ -219,12 +201,7 @@ def test_nothing_is_looked_up_before_devices_are_asked_for() -> None:
         "list(registry.BACKENDS); print(registry.registered.cache_info().currsize)"
     )
     child = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env=dict(os.environ),
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)
     )
     assert child.stdout.split() == ["0", "1"]
 

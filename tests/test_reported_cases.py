@@ -102,11 +102,7 @@ def pool_first(place: Place, logits: Sequence[float], low: float, high: float, s
 
 def max_pools(place: Place, x: np.ndarray, bias: float = 0.0) -> np.ndarray:
     """Max pools of 2 and 3 and the sum over channels, behind an identity convolution with a bias."""
-    after = [
-        {"op": "max_pool3d", "window": 2},
-        {"op": "max_pool3d", "window": 3},
-        {"op": "sum", "axis": "channel"},
-    ]
+    after = [{"op": "max_pool3d", "window": 2}, {"op": "max_pool3d", "window": 3}, {"op": "sum", "axis": "channel"}]
     return identity(place, x, bias=[bias] * x.shape[1], after=after)
 
 
@@ -162,9 +158,7 @@ def test_3_dilation_together_with_stride(place: Place) -> None:
 @every_brisk_place
 def test_5_weight_layout_and_groups(place: Place) -> None:
     w = array(np.arange(1, 13), (4, 3, 1, 1, 1))
-    close(
-        conv(place, channels([1, 10, 100, 1000]), w, groups=2), [41, 52, 63, 10700, 11800, 12900], tolerance=0
-    )
+    close(conv(place, channels([1, 10, 100, 1000]), w, groups=2), [41, 52, 63, 10700, 11800, 12900], tolerance=0)
     close(conv(place, channels([1, 10]), array([1, 2, 3, 4], (2, 2, 1, 1, 1))), [31, 42], tolerance=0)
 
 
@@ -412,9 +406,7 @@ def test_23_tiny_numbers(place: Place) -> None:
     ("count", "normed", "activated"), [(4099, -1.7316283, -0.0721567), (400000, -1.7320465, -0.0721097)]
 )
 @every_brisk_place
-def test_27_more_channels_than_local_memory_holds(
-    place: Place, count: int, normed: float, activated: float
-) -> None:
+def test_27_more_channels_than_local_memory_holds(place: Place, count: int, normed: float, activated: float) -> None:
     x, w = along("w", [1]), array(np.arange(count), (1, count, 1, 1, 1))
     close(conv(place, x, w, after=[norm()]).ravel()[:1], [normed], tolerance=1e-6)
     close(place.run(LAYERNORM, input=x, kernel=w).ravel()[:1], [activated], tolerance=1e-6)
@@ -555,6 +547,4 @@ def test_long_rows_keep_their_accuracy(place: Place, op: str) -> None:
         "softmax": np.exp(exact) / np.exp(exact).sum(),
         "log_sum_exp": np.log(np.exp(exact).sum()),
     }[op]
-    np.testing.assert_allclose(
-        place.run(problem, input=x), np.broadcast_to(wanted, np.shape(wanted) or (1,) * 5), 5e-6
-    )
+    np.testing.assert_allclose(place.run(problem, input=x), np.broadcast_to(wanted, np.shape(wanted) or (1,) * 5), 5e-6)

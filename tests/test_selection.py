@@ -89,9 +89,7 @@ def test_a_request_is_a_text() -> None:
 
 
 # ---- precedence --------------------------------------------------------------------------------------------
-def test_argument_then_environment_then_auto(
-    fakes: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_argument_then_environment_then_auto(fakes: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled().device.id == "cuda:0"
     monkeypatch.setenv("DISPATCHER_DEVICE", "opencl:iris")
     assert compiled().device.id == "opencl:1"
@@ -198,9 +196,7 @@ def test_a_failed_build_moves_on_with_one_warning(install_backends: Install, req
 @pytest.mark.parametrize("error", [RuntimeError("clBuildProgram failed"), MemoryError(), TypeError("a bug")])
 def test_any_error_of_a_build_becomes_a_kernel_error(install_backends: Install, error: Exception) -> None:
     install_backends(FakeBackend("cuda", build_error=error))
-    with pytest.raises(
-        KernelError, match=rf"failed to build on cuda:0 \(Fake One\): {type(error).__name__}"
-    ) as it:
+    with pytest.raises(KernelError, match=rf"failed to build on cuda:0 \(Fake One\): {type(error).__name__}") as it:
         compiled("cuda")
     assert it.value.__cause__ is error
     with pytest.warns(FallbackWarning):
@@ -230,10 +226,7 @@ def test_when_nothing_is_left_every_reason_is_told(install_backends: Install) ->
     broken = FakeBackend("cuda", build_error=BuildError("no kernel image"))
     refusing = FakeBackend("opencl", unsupported="needs fp64")
     install_backends(broken, refusing, keep=())
-    with (
-        pytest.warns(FallbackWarning),
-        pytest.raises(KernelError, match=r"no kernel image; opencl:0: needs fp64"),
-    ):
+    with pytest.warns(FallbackWarning), pytest.raises(KernelError, match=r"no kernel image; opencl:0: needs fp64"):
         compiled("auto")
     with pytest.raises(DeviceError, match="needs fp64"):
         compiled("opencl,opencl:0")

@@ -181,9 +181,7 @@ def test_an_outcome_belongs_to_a_device_a_driver_and_our_version(
     assert ask(DEVICE) == 5
 
 
-def test_an_entry_of_another_format_is_made_again(
-    children: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_another_format_is_made_again(children: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"outcome": "splendid"}')
     selftest.try_device(DEVICE, "dispatcher.backends.opencl")
     monkeypatch.setattr(selftest._cache, "get", lambda key: b'{"score": 7}')
@@ -192,9 +190,7 @@ def test_an_entry_of_another_format_is_made_again(
 
 
 @pytest.mark.parametrize("outcome", ["wrong", "error"])
-def test_what_can_be_mended_is_not_kept(
-    children: list[Any], monkeypatch: pytest.MonkeyPatch, outcome: Any
-) -> None:
+def test_what_can_be_mended_is_not_kept(children: list[Any], monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     answer = SelfTest(outcome, "something of ours")
     monkeypatch.setattr(selftest, "_run_child", lambda *_: (answer, True))
     assert selftest.try_device(DEVICE, "dispatcher.backends.opencl") == answer
@@ -223,9 +219,7 @@ def test_the_switch(children: list[Any], monkeypatch: pytest.MonkeyPatch) -> Non
         assert selftest.time_limit_s() == limit
     for text in ("-1", "nan", "sometimes"):
         monkeypatch.setenv(selftest.VARIABLE, text)
-        with pytest.raises(
-            InputError, match=rf"DISPATCHER_SELF_TEST is '{text}'; expected on, off, or a time"
-        ):
+        with pytest.raises(InputError, match=rf"DISPATCHER_SELF_TEST is '{text}'; expected on, off, or a time"):
             selftest.try_device(DEVICE, "dispatcher.backends.opencl")
     assert children == []
 
@@ -244,9 +238,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> dict[str, SelfTest]:
     return found
 
 
-def test_devices_of_a_class_are_ranked_by_speed(
-    install_backends: Install, outcomes: dict[str, SelfTest]
-) -> None:
+def test_devices_of_a_class_are_ranked_by_speed(install_backends: Install, outcomes: dict[str, SelfTest]) -> None:
     gpus = FakeBackend("cuda", devices=["slow", "fast"])
     cpus = FakeBackend("opencl", devices=["one", "two", "three"], kind="cpu")
     install_backends(gpus, cpus)
@@ -275,8 +267,7 @@ def test_a_barred_device_is_passed_over_and_named_in_vain(
 
 @pytest.mark.parametrize("request_", ["auto", "cuda:7,cuda,numpy"])
 @pytest.mark.parametrize(
-    "command",
-    [["run", CONV], ["run", CONV, "--json"], ["explain", CONV], ["verify"], ["bench", "--repeat", "1"]],
+    "command", [["run", CONV], ["run", CONV, "--json"], ["explain", CONV], ["verify"], ["bench", "--repeat", "1"]]
 )
 def test_what_was_passed_over_is_said_once(
     install_backends: Install, capsys: pytest.CaptureFixture[str], request_: str, command: list[str]

@@ -53,8 +53,6 @@ def test_a_geometry_of_any_size_ends_at_once(field: str, most: int) -> None:
     assert axis.most_taps == max(len(phase.taps) for phase in axis.phases)
     for size in (most + 1, 10**9, 2**63 - 1):
         sizes[field] = size
-        with pytest.raises(
-            GeometryError, match=f"{field} on axis width is {size}; it must be {most} or less"
-        ):
+        with pytest.raises(GeometryError, match=f"{field} on axis width is {size}; it must be {most} or less"):
             AxisGeometry("width", 2, sizes["kernel"], sizes["stride"])
     assert time.perf_counter() - start < 5

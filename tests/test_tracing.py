@@ -100,9 +100,7 @@ def test_the_command_line_writes_one(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 # ---- logs --------------------------------------------------------------------------------------------------
-def test_logs_are_quiet_unless_asked_for(
-    install_backends: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_quiet_unless_asked_for(install_backends: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install_backends(FakeBackend("cuda"))
     assert cli.main(["run", CONV]) == 0
     assert capsys.readouterr().err == ""

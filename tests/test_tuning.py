@@ -34,9 +34,7 @@ def launch(device: Device, **options: str) -> Any:
     return explanation.launches[0]
 
 
-def test_the_winner_is_kept_and_used(
-    opencl_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_winner_is_kept_and_used(opencl_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     backend = registry.backend("opencl")
     compiled = dispatcher.compile(PROBLEM, device=opencl_device.id, case="sample")
@@ -175,9 +173,7 @@ def test_what_was_left_out_is_said(
     opencl_device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = registry.backend("opencl")
-    monkeypatch.setattr(
-        type(backend), "candidates", lambda self, *given: [{"tuned": "ignore"}, {"box": "round"}]
-    )
+    monkeypatch.setattr(type(backend), "candidates", lambda self, *given: [{"tuned": "ignore"}, {"box": "round"}])
     assert cli.main(["tune", PROBLEM, "--device", opencl_device.id, "--no-keep"]) == 0
     error = capsys.readouterr().err
     assert error.startswith(f"note: {PROBLEM} with box=round was left out: box is 'round'; expected")
@@ -188,10 +184,7 @@ def test_several_devices_are_tuned_one_at_a_time(capsys: pytest.CaptureFixture[s
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1 and "unexpected" not in error
     member = Device("numpy", 0, "NumPy", "cpu", True)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(InputError, match=r"several devices; .* such as numpy:0"),
-    ):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match=r"several devices; .* such as numpy:0"):
         patch.setattr(tuning, "first_usable", lambda request: (join("all-of:numpy", [member]), []))
         tune_problem(PROBLEM, device="all-of:numpy", case="sample")
 

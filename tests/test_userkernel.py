@@ -259,9 +259,7 @@ def test_a_wrong_kernel_is_wrong(write: Write, device: str, fault: str) -> None:
 def test_a_crash_is_a_verdict(write: Write, device: str) -> None:
     judgement = judge(write((WRITTEN, "*(volatile __global float*)(place + 8) = sum;")), device)
     assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
-    assert re.search(
-        r"it crashed with SIG(SEGV|BUS|ABRT).*while running on inputs 'signed'", judgement.reason
-    )
+    assert re.search(r"it crashed with SIG(SEGV|BUS|ABRT).*while running on inputs 'signed'", judgement.reason)
 
 
 #: How a kernel on the CPU ends its process: Intel's compiler finds the C library's function, and PoCL's takes assembly.
@@ -279,9 +277,7 @@ def test_the_end_of_the_process_is_a_verdict(write: Write, device: str) -> None:
         judgement = judge(write((WRITTEN, f"output[place] = sum; if (place == 9) {leave}")), device)
         if judgement.outcome != "build failed":
             assert (judgement.outcome, judgement.exit_code) == ("crashed", 1)
-            assert (
-                judgement.reason == "the process ended before it was done, while running on inputs 'signed'"
-            )
+            assert judgement.reason == "the process ended before it was done, while running on inputs 'signed'"
             return
         refused.append(f"{way}: {judgement.reason}")
     pytest.skip(f"{device} has no way for a kernel to end its process: {'; '.join(refused)}")
@@ -308,16 +304,7 @@ def test_a_hang_is_a_verdict_and_leaves_nothing(
 def test_a_command_that_is_ended_leaves_nothing(write: Write, device: str, tmp_path: Path, name: str) -> None:
     number, scratch = signal.Signals[name], tmp_path / "scratch"
     scratch.mkdir()
-    words = [
-        "verify",
-        CONV,
-        "--kernel",
-        str(write(HANGS)),
-        "--global-size",
-        "output_elements",
-        "--device",
-        device,
-    ]
+    words = ["verify", CONV, "--kernel", str(write(HANGS)), "--global-size", "output_elements", "--device", device]
     parent = subprocess.Popen(
         children.heeding(number, ["-m", "dispatcher.cli", *words, "--inputs", "signed", "--timeout", "50"]),
         cwd=ROOT,
@@ -358,9 +345,7 @@ def test_no_room_on_the_device_is_a_verdict(device: str, tmp_path: Path) -> None
 
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (1 << 44,), (0,))
     kernel = user_kernel(SOURCE)
-    loaded = BACKEND.load_kernel(
-        kernel, next(each for each in BACKEND.probe() if each.id == device), tmp_path
-    )
+    loaded = BACKEND.load_kernel(kernel, next(each for each in BACKEND.probe() if each.id == device), tmp_path)
     with pytest.raises(DeviceMemoryError, match="input takes 70368744185856 bytes"):
         loaded.place("input", huge)
 
@@ -370,9 +355,7 @@ def user_kernel(text: str, **fields: Any) -> UserKernel:
     """A kernel for the plain convolution."""
     problem = load_problem(CONV)
     kinds: Any = {"size_t": "size", "double": "double"}
-    parameters = tuple(
-        (p.name, kinds.get(p.type, "input" if p.const else "output")) for p in problem.parameters
-    )
+    parameters = tuple((p.name, kinds.get(p.type, "input" if p.const else "output")) for p in problem.parameters)
     given = {"global_size": (64,), **fields}
     return UserKernel("mine.cl", text, "/nowhere", "solution", parameters, "float32", **given)
 
@@ -404,10 +387,7 @@ def test_another_parameter_list_is_refused(write: Write, device: str, fault: str
 def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> None:
     kernel = write(
         ("__global const float* input", "__global const float4* vectors"),
-        (
-            "    const long OD",
-            "    __global const float* input = (__global const float*)vectors;\n    const long OD",
-        ),
+        ("    const long OD", "    __global const float* input = (__global const float*)vectors;\n    const long OD"),
     )
     assert judge(kernel, device).passed
 
@@ -418,10 +398,7 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
     [
         ({"global_size": None}, "global_size is missing, which .cl files need"),
         ({"global_size": "output_elements, 1, 1, 1"}, "expected one to three sizes"),
-        (
-            {"global_size": "elements"},
-            "global_size 'elements': there is no size 'elements'; there are output_batch,",
-        ),
+        ({"global_size": "elements"}, "global_size 'elements': there is no size 'elements'; there are output_batch,"),
         ({"global_size": "output_elements / 11"}, "is not divisible by 11"),
         ({"global_size": 0}, "global_size 0 is 0; expected 1 or more"),
         ({"global_size": 1.5}, "global_size"),
@@ -445,10 +422,7 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
         ({"inputs": 5}, "inputs is 5; expected a list of texts"),
         ({"inputs": [None]}, "inputs is [None]"),
         ({"global_size": b"a"}, "global_size is b'a'; expected numbers or expressions"),
-        (
-            {"input": np.zeros((2, 4, 5, 6, 7), np.float32)},
-            "tensor input cannot be given here",
-        ),
+        ({"input": np.zeros((2, 4, 5, 6, 7), np.float32)}, "tensor input cannot be given here"),
         ({"output": np.zeros(3, np.float32)}, "tensor output cannot be given here"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"repeats": 0}, "repeats is 0"),
@@ -457,9 +431,7 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
         ({"batch_size": 0}, "the batch is empty"),
     ],
 )
-def test_a_wrong_argument_is_refused(
-    write: Write, device: str, options: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_argument_is_refused(write: Write, device: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         judge(write(), device, **options)
     assert message in str(caught.value)
@@ -510,9 +482,7 @@ def test_a_device_of_another_backend_is_refused(write: Write, device: str) -> No
     with pytest.raises(DeviceError, match="opencl:99"):
         judge(write(), "opencl:99")
     places = judging._places("opencl", f"numpy,{device}", "mine.cl")
-    assert [(found.id, skipped) for found, skipped in places] == [
-        (device, (("numpy", "it cannot run .cl files"),))
-    ]
+    assert [(found.id, skipped) for found, skipped in places] == [(device, (("numpy", "it cannot run .cl files"),))]
     assert [found.id for found, _ in judging._places("opencl", "auto", "mine.cl")] == [device]
 
 
@@ -532,9 +502,7 @@ def test_doubles_need_double_precision(tmp_path: Path) -> None:
     device: Any = types.SimpleNamespace(id="opencl:7", name="Tiny")
     kernel = user_kernel(SOURCE)
     doubled = UserKernel("m.cl", "", "/", "f", (("factor", "double"),), "float32", (1,))
-    with pytest.raises(
-        DeviceError, match=r"opencl:7 \(Tiny\) has no double precision .* parameter factor, a double,"
-    ):
+    with pytest.raises(DeviceError, match=r"opencl:7 \(Tiny\) has no double precision .* parameter factor, a double,"):
         load_kernel(runtime, doubled, device, tmp_path)
     with pytest.raises(DeviceError, match="which float64 needs"):
         load_kernel(runtime, UserKernel(**{**vars(kernel), "dtype": "float64"}), device, tmp_path)
@@ -587,10 +555,7 @@ def test_an_exit_is_a_crash() -> None:
 
 
 def test_what_happens_before_the_kernel_is_not_its_fault() -> None:
-    for end in (
-        *(ended(None, ""), ended(0, "")),
-        ended(-11, "SIGSEGV", {"stage": "opening the device"}),
-    ):
+    for end in (*(ended(None, ""), ended(0, "")), ended(-11, "SIGSEGV", {"stage": "opening the device"})):
         with pytest.raises(DeviceError, match="could not be opened"):
             verdict(end)
 
@@ -629,10 +594,7 @@ def test_every_repeated_launch_is_looked_at(tmp_path: Path, monkeypatch: pytest.
 
     assert repeated(0) is None
     found = repeated(0, n1=[0.0, 1.0], n3=[2.0, 0.0], n4=[0.0, 1.0])
-    assert [np.load(tmp_path / f"result-{name}.npy").tolist() for name in found["results"]] == [
-        [0, 1],
-        [2, 0],
-    ]
+    assert [np.load(tmp_path / f"result-{name}.npy").tolist() for name in found["results"]] == [[0, 1], [2, 0]]
     assert repeated(2) == {
         "checksums": {}, "results": [],
         "beside": ["it wrote beside output: 1 bytes, the nearest 0 bytes behind the end of it"],
@@ -699,17 +661,7 @@ def test_the_command_reports_in_words_and_as_json(run: Any, write: Write, device
     assert result["global_size"] == [20160]
     assert len(result["times_s"]) == 3
     assert [check["inputs"] for check in result["checks"]] == ["signed", "integers"]
-    assert set(result) >= {
-        "problem",
-        "case",
-        "seed",
-        "device",
-        "kernel",
-        "entry",
-        "median_s",
-        "gflops",
-        "log",
-    }
+    assert set(result) >= {"problem", "case", "seed", "device", "kernel", "entry", "median_s", "gflops", "log"}
 
 
 @quick
@@ -754,9 +706,7 @@ def test_options_that_do_not_go_together(run: Any, words: list[str], message: st
     assert message in err
 
 
-def test_the_guide_s_python_runs(
-    write: Write, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_guide_s_python_runs(write: Write, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write(name="conv.cl")
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -771,14 +721,5 @@ def test_the_guide_names_every_verdict_and_option() -> None:
 
     for name in (*get_args(judging.Outcome), *kernelfile.OUTPUT_SIZES, kernelfile.OUTPUT_ELEMENTS):
         assert f"`{name}`" in GUIDE
-    for option in (
-        "entry",
-        "global-size",
-        "local-size",
-        "build-option",
-        "timeout",
-        "inputs",
-        "repeat",
-        "kernel",
-    ):
+    for option in ("entry", "global-size", "local-size", "build-option", "timeout", "inputs", "repeat", "kernel"):
         assert f"--{option}" in GUIDE

@@ -52,9 +52,7 @@ def test_figures_of_a_wrong_element() -> None:
     assert "1 of 16" in found.reason and "(1, 0, 0, 0, 1)" in found.reason
 
 
-@pytest.mark.parametrize(
-    "result", [np.full(SHAPE, np.nan, np.float32), changed(3, np.nan)], ids=["all", "one"]
-)
+@pytest.mark.parametrize("result", [np.full(SHAPE, np.nan, np.float32), changed(3, np.nan)], ids=["all", "one"])
 def test_nan_fails_where_the_reference_has_none(result: np.ndarray) -> None:
     found = compare(result, REFERENCE, BOUND)
     assert not found.passed and "NaN" in found.reason
@@ -297,9 +295,7 @@ def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "neighbours"), [(3, True), (1, False)], ids=["taps", "one_tap"])
-def test_beside_large_outputs_the_bound_grows_where_transforms_mix_them(
-    kernel: int, neighbours: bool
-) -> None:
+def test_beside_large_outputs_the_bound_grows_where_transforms_mix_them(kernel: int, neighbours: bool) -> None:
     """Along an axis on which a phase has one tap, no algorithm computes neighbours together."""
     operator = conv_operator((1, 4, 1, 1, 9), 1, (1, 1, kernel))
     tensors = random_tensors(operator, 0)
@@ -329,18 +325,14 @@ def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
 # ---- what is just right and just wrong ---------------------------------------------------------------------
 def test_tf32_passes_where_it_is_asked_for() -> None:
     problem = load_problem(LAYERNORM)
-    operator = bind_arguments(
-        problem, sort_arguments(problem, {**SIZES, "scaling_factor": 1.0}), precision="tf32"
-    )
+    operator = bind_arguments(problem, sort_arguments(problem, {**SIZES, "scaling_factor": 1.0}), precision="tf32")
     tensors = random_tensors(operator, 0)
     wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
     assert verify_result(operator, tensors, wrong).passed
     coarser = compute(
         operator,
         tensors,
-        replaced(
-            ConvTranspose3d=lambda step, x, w: conv_transpose3d(step, x, np.round(w * 32) / np.float32(32))
-        ),
+        replaced(ConvTranspose3d=lambda step, x, w: conv_transpose3d(step, x, np.round(w * 32) / np.float32(32))),
     )
     assert not verify_result(operator, tensors, coarser).passed
 
@@ -355,10 +347,7 @@ def test_half_precision_summed_in_half_precision_fails() -> None:
 
 def test_a_single_product_is_not_rounded_to_tf32() -> None:
     operator = conv_operator((1, 1, 1, 1, 1), 1, (1, 1, 1))
-    tensors = {
-        "x": np.full((1, 1, 1, 1, 1), 1 + 2.0**-12, np.float32),
-        "w": np.ones((1, 1, 1, 1, 1), np.float32),
-    }
+    tensors = {"x": np.full((1, 1, 1, 1, 1), 1 + 2.0**-12, np.float32), "w": np.ones((1, 1, 1, 1, 1), np.float32)}
     assert verify_result(operator, tensors, tensors["x"]).passed
     assert not verify_result(operator, tensors, tensors["w"]).passed
 

@@ -92,12 +92,9 @@ def test_wrong_sets_and_seeds(install_backends: Install, arguments: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--inputs", "nope"], ["--inputs", "uniform"], ["--seeds", "0"], ["--seeds", "x"], ["--inputs", ""]],
+    "options", [["--inputs", "nope"], ["--inputs", "uniform"], ["--seeds", "0"], ["--seeds", "x"], ["--inputs", ""]]
 )
-def test_wrong_options(
-    install_backends: Install, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
+def test_wrong_options(install_backends: Install, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     fake = FakeBackend()
     install_backends(fake)
     code, out, err = run(capsys, CONV, *options)
@@ -154,9 +151,7 @@ def test_the_third_run_has_the_batch_reversed(install_backends: Install) -> None
 
 
 @pytest.mark.parametrize(
-    ("batch", "step"),
-    [("n", {"op": "sum", "axis": "batch"}), (3, {"op": "scale", "by": 2.0})],
-    ids=["sum", "fixed"],
+    ("batch", "step"), [("n", {"op": "sum", "axis": "batch"}), (3, {"op": "scale", "by": 2.0})], ids=["sum", "fixed"]
 )
 def test_a_batch_that_cannot_be_reversed_is_negated(
     install_backends: Install, batch: str | int, step: dict[str, Any]
@@ -164,9 +159,7 @@ def test_a_batch_that_cannot_be_reversed_is_negated(
     fake = FakeBackend()
     install_backends(fake)
     sizes = {"n": 3} if batch == "n" else {}
-    (result,) = dispatcher.verify(
-        other_problem(batch, step), device="fake", case=None, inputs="signed", **sizes
-    )
+    (result,) = dispatcher.verify(other_problem(batch, step), device="fake", case=None, inputs="signed", **sizes)
     assert result.outcome == "passed"
     np.testing.assert_array_equal(fake.seen[2]["x"], -fake.seen[0]["x"])
 
@@ -213,9 +206,7 @@ def test_a_device_that_spoils_the_inputs_spoils_them_for_itself_alone(install_ba
 # ---- how it is reported ------------------------------------------------------------------------------------
 def test_the_table_has_the_worst_first(install_backends: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install_backends(
-        FakeBackend("good"),
-        FakeBackend("refusing", unsupported="needs fp64"),
-        FakeBackend("bad", one_percent_off),
+        FakeBackend("good"), FakeBackend("refusing", unsupported="needs fp64"), FakeBackend("bad", one_percent_off)
     )
     code, out, err = run(capsys, CONV, MAXMAX)
     lines = [line.split() for line in out.split("\n\n")[0].splitlines()[1:]]
@@ -247,9 +238,7 @@ def test_json_names_the_worst_element_and_every_check(
     assert {"inputs", "seed", "case", "checks", "reason"} <= set(worst)
 
 
-@pytest.mark.parametrize(
-    "backend", [FakeBackend("gone", unavailable="no driver"), FakeBackend("no", unsupported="no")]
-)
+@pytest.mark.parametrize("backend", [FakeBackend("gone", unavailable="no driver"), FakeBackend("no", unsupported="no")])
 def test_all_devices_without_any_but_numpy_is_no_check(
     install_backends: Install, capsys: pytest.CaptureFixture[str], backend: FakeBackend
 ) -> None:

@@ -93,12 +93,8 @@ def beside(hostile: Path, words: Sequence[str], *path: Path) -> subprocess.Compl
     """Run Python in the user's folder, where nothing leads to the checkout: what is installed in ``path``, and the
     libraries of this Python without its site (which knows of an editable installation)."""
     specs = [importlib.util.find_spec(name) for name in ("numpy", "pyopencl", "typer", "yaml")]
-    libraries = {
-        Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None
-    }
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("DISPATCHER_", "PYTHON"))
-    }
+    libraries = {Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISPATCHER_", "PYTHON"))}
     return subprocess.run(
         [sys.executable, "-S", *words],
         capture_output=True,
@@ -175,9 +171,7 @@ def test_the_installed_command_runs_a_problem_beside_a_user_s_files(
     assert child.stderr == ""
 
 
-def test_an_editable_installation_works_beside_a_user_s_files(
-    checkout: Path, hostile: Path, tmp_path: Path
-) -> None:
+def test_an_editable_installation_works_beside_a_user_s_files(checkout: Path, hostile: Path, tmp_path: Path) -> None:
     pip = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--ignore-installed")
     run(checkout, *pip, "--prefix", str(tmp_path), "--editable", ".")
     (site,) = tmp_path.glob("lib/python*/site-packages")

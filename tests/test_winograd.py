@@ -45,9 +45,7 @@ def test_each_transform_is_an_identity_of_rational_numbers(outputs: int, taps: i
     products = outputs + taps - 1
     assert len(matrices.inputs) == len(matrices.taps) == products and len(matrices.outputs) == outputs
     for at, tap in product(range(products), range(taps)):
-        z = [
-            inputs[at] * factors[tap] for inputs, factors in zip(matrices.inputs, matrices.taps, strict=True)
-        ]
+        z = [inputs[at] * factors[tap] for inputs, factors in zip(matrices.inputs, matrices.taps, strict=True)]
         for j, row in enumerate(matrices.outputs):
             assert sum(f * value for f, value in zip(row, z, strict=True)) == int(at == j + tap)
 
@@ -109,9 +107,7 @@ def test_the_best_tiles_of_random_geometries_cover_them(
         if rows > 1 and (axis_reason(geometry.depth) or axis_reason(geometry.height)):
             continue
         wanted = Wanted(rows=rows if rows > 1 else None)
-        ranked = ranked_tiles(
-            geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=rows > 1, wanted=wanted
-        )
+        ranked = ranked_tiles(geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=rows > 1, wanted=wanted)
         assert all(tile.rows == rows for _, tile in ranked)
         for _, tile in ranked[:3]:
             check_layout(LineLayout(geometry, None, tile))
@@ -121,9 +117,7 @@ def check_layout(layout: LineLayout) -> None:
     """Boxes cover all positions, chunks cover each row, and no load leaves the packed lines."""
     tile, positions = layout.tile, layout.positions
     assert layout.boxes[0] * tile.box_d >= positions[0] and layout.boxes[1] * tile.box_h >= positions[1]
-    written = {
-        lane for chunk in layout.chunks for lane in range(chunk.line, chunk.line + chunk.width * tile.vec)
-    }
+    written = {lane for chunk in layout.chunks for lane in range(chunk.line, chunk.line + chunk.width * tile.vec)}
     for row in range(layout.line_rows):
         assert set(range(row * layout.row, row * layout.row + positions[2])) <= written
     low, high = layout.geometry.width.offset_range
@@ -154,12 +148,8 @@ def test_packed_weights_start_where_the_kernel_looks(rows: int) -> None:
     weight = np.arange(np.prod(geometry.weight_shape), dtype=np.float32).reshape(geometry.weight_shape)
     packed = pack_winograd_weights(weight, layout)
     # Every phase starts with its first components, which are its first taps: input channel 0, channels 0 to 3.
-    for start, (phase_d, phase_h) in zip(
-        starts, product(geometry.depth.phases, geometry.height.phases), strict=True
-    ):
-        first = weight[
-            0, :4, phase_d.taps[0].index, phase_h.taps[0].index, geometry.width.phases[0].taps[0].index
-        ]
+    for start, (phase_d, phase_h) in zip(starts, product(geometry.depth.phases, geometry.height.phases), strict=True):
+        first = weight[0, :4, phase_d.taps[0].index, phase_h.taps[0].index, geometry.width.phases[0].taps[0].index]
         factors = transform(rows, len(phase_h.taps)).taps[0]
         assert not any(factors[1:])
         np.testing.assert_array_equal(packed[start : start + 4], first * np.float32(factors[0]))
@@ -206,9 +196,7 @@ OPERATORS = {
     "two_and_three_taps": conv_operator(
         (1, 16, 3, 7, 10), 5, (5, 5, 5), stride=2, padding=2, after=[{"op": "max_pool3d", "window": 2}]
     ),
-    "two_taps": conv_operator(
-        (2, 32, 3, 6, 33), 20, (4, 4, 4), stride=2, padding=1, groups=2, after=[{"op": "gelu"}]
-    ),
+    "two_taps": conv_operator((2, 32, 3, 6, 33), 20, (4, 4, 4), stride=2, padding=1, groups=2, after=[{"op": "gelu"}]),
     "one_and_two_taps": conv_operator((1, 16, 3, 5, 7), 6, (3, 3, 3), stride=2, padding=1, output_padding=1),
     "one_tap": conv_operator((1, 17, 3, 10, 9), 6, (1, 1, 3)),
 }
@@ -224,10 +212,7 @@ def test_every_transform_on_every_cpu(backend_device: Device, rows: int, name: s
     operator = OPERATORS[name]
     tensors = tensors_of(operator, kind)
     high = math.lcm(rows, 2)
-    for options in (
-        {"box": f"2x{high}", "line": "rows"},
-        {"box": f"4x{2 * high}", "line": "flat", "tile": "3x2"},
-    ):
+    for options in ({"box": f"2x{high}", "line": "rows"}, {"box": f"4x{2 * high}", "line": "flat", "tile": "3x2"}):
         fixed = {"algorithm": "winograd", "rows": str(rows), **options}
         call = call_on(operator, tensors, backend_device.id, fixed)
         _, comparison = checked_run(call, tensors)
@@ -235,9 +220,7 @@ def test_every_transform_on_every_cpu(backend_device: Device, rows: int, name: s
 
 
 def test_rows_belong_to_winograd() -> None:
-    with pytest.raises(
-        InputError, match="rows is '3' with algorithm 'direct'; only algorithm winograd has it"
-    ):
+    with pytest.raises(InputError, match="rows is '3' with algorithm 'direct'; only algorithm winograd has it"):
         Options.parse({"algorithm": "direct", "rows": "3"})
     with pytest.raises(InputError, match="rows is '4'; expected one of 2, 3"):
         Options.parse({"algorithm": "winograd", "rows": "4"})

@@ -72,9 +72,7 @@ class CudaBackend:
         shapes = [*operator.tensor_shapes.values(), *(step.shape for step in operator.steps)]
         for shape in shapes:
             if any(extent > _LARGEST_EXTENT for extent in shape):
-                return (
-                    f"an extent of {max(shape)} is more than the {_LARGEST_EXTENT} that the kernels count to"
-                )
+                return f"an extent of {max(shape)} is more than the {_LARGEST_EXTENT} that the kernels count to"
         for convolution in operator.convolutions:
             elements = math.prod(convolution.geometry.weight_shape)
             if elements > _LARGEST_EXTENT:
@@ -169,8 +167,7 @@ def _unusable(found: toolkit.Toolkit | str, architecture: int, supported: tuple[
         return found
     if found.release is not None and found.release[0] > supported[0]:
         return (
-            "the driver supports CUDA {}.{}, older than nvcc's {}.{}; "
-            "update the driver or use an older toolkit"
+            "the driver supports CUDA {}.{}, older than nvcc's {}.{}; update the driver or use an older toolkit"
         ).format(*supported, *found.release)
     known = toolkit.architectures(found)
     if known and architecture not in known:

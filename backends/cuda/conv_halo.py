@@ -77,9 +77,7 @@ class Halo:
         algorithm, detail = _described(task)
 
         def launch(**defines: int | str) -> None:
-            program.launches.append(
-                draft.launch("conv_halo", blocks, tile.threads, tile.shared_bytes, **defines)
-            )
+            program.launches.append(draft.launch("conv_halo", blocks, tile.threads, tile.shared_bytes, **defines))
 
         if not epilogue.softmax:
             launch()

@@ -61,9 +61,7 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         combined = list(itertools.product(*(phase.taps for phase in combination)))
         count = len(combined) * in_group
         offsets = np.array([[tap.offset for tap in triple] for triple in combined], np.int64)
-        index = np.array(
-            [(z.index * kernel[1] + y.index) * kernel[2] + x.index for z, y, x in combined], np.int64
-        )
+        index = np.array([(z.index * kernel[1] + y.index) * kernel[2] + x.index for z, y, x in combined], np.int64)
         spatial = (offsets[:, 0] * extents[1] + offsets[:, 1]) * extents[2] + offsets[:, 2]
         channels = np.tile(np.arange(in_group), len(combined))
         block = np.zeros(count, term_type)

@@ -54,9 +54,7 @@ def load() -> Any:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:
         if "libcuda" in str(error) or "nvcuda" in str(error):
-            raise DeviceError(
-                f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver"
-            ) from error
+            raise DeviceError(f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver") from error
         raise DeviceError(f"PyCUDA cannot be imported: {error}") from error
     try:
         driver.init()
@@ -144,9 +142,7 @@ class Context:
             KernelError: an earlier failure has left the context unusable.
         """
         if self._lost is not None:
-            raise KernelError(
-                f"the CUDA context of {self.name} was lost earlier ({self._lost}); restart the process"
-            )
+            raise KernelError(f"the CUDA context of {self.name} was lost earlier ({self._lost}); restart the process")
         self._context.push()
         try:
             yield
@@ -164,9 +160,7 @@ class Context:
         return KernelError(f"{kernels} failed on {self.name}: {error}")
 
     # ---- kernels -------------------------------------------------------------------------------------------
-    def function(
-        self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit
-    ) -> Any:
+    def function(self, kernel: toolkit.Kernel, name: str, shared_bytes: int, compiler: toolkit.Toolkit) -> Any:
         """The kernel ``name`` of a compiled file, ready for ``shared_bytes`` of dynamic shared memory.
 
         Raises:
@@ -266,8 +260,7 @@ class Context:
                 if isinstance(error, DeviceMemoryError):
                     raise
                 raise DeviceMemoryError(
-                    f"{sum(rounded)} bytes cannot be allocated on {self.name}, "
-                    f"which has {self.total_bytes}: {error}"
+                    f"{sum(rounded)} bytes cannot be allocated on {self.name}, which has {self.total_bytes}: {error}"
                 ) from error
             return blocks
 
@@ -354,9 +347,7 @@ class DeviceArray:
         dtype: NumPy dtype of the elements.
     """
 
-    def __init__(
-        self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int
-    ) -> None:
+    def __init__(self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int) -> None:
         self.shape = shape
         self.dtype = dtype
         self._owner = owner

@@ -13,16 +13,7 @@ from typing import Any
 
 from dispatcher.backends.cuda.sources import MAX_STAGES, keeps, refuses
 from dispatcher.backends.cuda.tiles import MAX_BLOCK_N
-from dispatcher.ops.steps import (
-    ConvTranspose3d,
-    Normalize,
-    Pointwise,
-    Pool,
-    Reduce,
-    ScalarOperand,
-    Softmax,
-    Step,
-)
+from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
 
 #: Most phases that one block works through.
 MAX_FOLDED_PHASES = 512

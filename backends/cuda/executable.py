@@ -212,9 +212,7 @@ class _Call:
 
     def tables(self) -> dict[Reference, int]:
         """Addresses of the program's tables."""
-        return {
-            Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)
-        }
+        return {Reference("table", number): int(block) for number, block in enumerate(self.executable._tables)}
 
     # ---- the whole -----------------------------------------------------------------------------------------
     def run(self, tensors: Tensors, output: Any, on_device: bool) -> Any:
@@ -238,9 +236,7 @@ class _Call:
                 addresses[Reference("tensor", name)] = self.upload(uploads[name], address)
             for index, address in zip(program.values, blocks[len(sizes) :], strict=False):
                 addresses[Reference("value", index)] = address
-            for number, address in enumerate(
-                blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]
-            ):
+            for number, address in enumerate(blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]):
                 addresses[Reference("scratch", number)] = address
             addresses[Reference("value", len(operator.steps))] = target
             for name, tensor in tensors.items():
@@ -249,9 +245,7 @@ class _Call:
             uploaded = self.event()
             for number, packed in enumerate(program.packed):
                 if packed.tensor in hosts:
-                    address = stack.enter_context(
-                        self.executable._packed_weights(self, number, hosts[packed.tensor])
-                    )
+                    address = stack.enter_context(self.executable._packed_weights(self, number, hosts[packed.tensor]))
                 else:
                     (address,) = self.borrow(packed.elements * np.dtype(program.compute).itemsize)
                     self.pack(packed, addresses[Reference("tensor", packed.tensor)], address)
@@ -311,15 +305,12 @@ class _Call:
         dtype = np.dtype(self.program.operator.dtype)
         if tuple(interface["shape"]) != tuple(shape) or np.dtype(interface["typestr"]) != dtype:
             raise InputError(
-                f"{name} is {interface['typestr']} of shape {tuple(interface['shape'])}; "
-                f"expected {dtype} of {shape}"
+                f"{name} is {interface['typestr']} of shape {tuple(interface['shape'])}; expected {dtype} of {shape}"
             )
         address = int(interface["data"][0])
         device = device_of(address) if self.driver.Device.count() > 1 else None
         if device is not None and device != self.context.index:
-            raise InputError(
-                f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array"
-            )
+            raise InputError(f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array")
         if interface.get("stream") is not None:
             self.context.wait_for(self.stream, int(interface["stream"]))
         return address
@@ -354,8 +345,6 @@ class _Call:
         address = self._check("output", interface, operator.output_shape)
         if interface["data"][1]:
             raise InputError("output is read-only; expected an array that can be written")
-        if not _c_contiguous(
-            operator.output_shape, interface.get("strides"), np.dtype(operator.dtype).itemsize
-        ):
+        if not _c_contiguous(operator.output_shape, interface.get("strides"), np.dtype(operator.dtype).itemsize):
             raise InputError("output is not C-contiguous; make it so, or leave it out")
         return address if address % _VECTOR_BYTES == 0 else None

@@ -66,6 +66,4 @@ def gathered_for(step: Step, stored: bool) -> Gather | str:
 
 def is_mean(step: Step) -> bool:
     """Is it the mean over space alone?"""
-    return (
-        isinstance(step, Reduce) and set(step.axes) == _SPACE and step.form.plain and step.form.name == "mean"
-    )
+    return isinstance(step, Reduce) and set(step.axes) == _SPACE and step.form.plain and step.form.name == "mean"

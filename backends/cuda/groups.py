@@ -54,11 +54,7 @@ class CudaGroup:
         Returns:
             How many of the following groups became one with the first of them; or the reason why nothing is gathered.
         """
-        if (
-            not isinstance(self.task, ConvTask)
-            or not following
-            or not isinstance(following[0].task, RowsTask)
-        ):
+        if not isinstance(self.task, ConvTask) or not following or not isinstance(following[0].task, RowsTask):
             return "no statistics follow a convolution"
         consumer, value = following[0], self.last + 1
         first = consumer.task.steps[0]

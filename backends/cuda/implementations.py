@@ -33,14 +33,7 @@ class Implementation(Protocol):
 
 
 #: The first one that accepts a task runs it.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Halo(),
-    Fma(),
-    PoolKernel(),
-    FromGathered(),
-    Rows(),
-    Elementwise(),
-)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (Halo(), Fma(), PoolKernel(), FromGathered(), Rows(), Elementwise())
 
 
 def choose(task: Task) -> tuple[Implementation, tuple[tuple[str, str], ...]]:

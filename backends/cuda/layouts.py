@@ -43,9 +43,7 @@ def _structure(folder: Path, file: str, name: str, extents: tuple[tuple[str, int
 def _body(folder: Path, file: str, name: str) -> str:
     """What stands between the braces, without comments."""
     for source in (file, "chain.cuh"):
-        found = re.search(
-            rf"struct {name} {{(.*?)}};", (folder / source).read_text(encoding="utf-8"), re.DOTALL
-        )
+        found = re.search(rf"struct {name} {{(.*?)}};", (folder / source).read_text(encoding="utf-8"), re.DOTALL)
         if found:
             return re.sub(r"//[^\n]*", "", found[1])
     raise KeyError(f"{file} has no struct {name}")

@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.backends.cuda.conv_halo import neighbours
-from dispatcher.backends.cuda.program import (
-    BLOCK,
-    MAX_GRID,
-    Described,
-    Draft,
-    Launch,
-    Path,
-    Program,
-    Reference,
-)
+from dispatcher.backends.cuda.program import BLOCK, MAX_GRID, Described, Draft, Launch, Path, Program, Reference
 from dispatcher.backends.cuda.prologue import MAX_WINDOW
 from dispatcher.backends.cuda.sources import Source
 from dispatcher.backends.cuda.tasks import ChainTask, GatheredTask, PoolTask, RowsTask, Task
@@ -88,9 +79,7 @@ class PoolKernel(_MemoryBound):
         step = program.operator.steps[task.pool]
         assert isinstance(step, Pool)
         source = Source()
-        source.chain(
-            "pre_first_chain", task.steps[: task.pool - task.first], task.first, None, task.steps[0].source
-        )
+        source.chain("pre_first_chain", task.steps[: task.pool - task.first], task.first, None, task.steps[0].source)
         source.chain("last_chain", task.riders, task.pool + 1, step.shape)
         source.monoid("pool", step)
         draft = Draft(program, "pool.cu", "PoolParams", source)
@@ -131,9 +120,7 @@ class Rows(_MemoryBound):
             for axis, (extent, stride) in enumerate(axes):
                 p[name]["extent"][axis], p[name]["stride"][axis] = extent, stride
         draft.defines["ROW_SHIFTED"] = int(isinstance(step, Reduce) and step.form.shifted)
-        draft.defines["FUNCTION"] = ("NORMALIZE", "SOFTMAX", "REDUCE")[
-            (Normalize, Softmax, Reduce).index(type(step))
-        ]
+        draft.defines["FUNCTION"] = ("NORMALIZE", "SOFTMAX", "REDUCE")[(Normalize, Softmax, Reduce).index(type(step))]
         if isinstance(step, Normalize):
             draft.pointers += _affine(p, step)
         rows, length = int(p["rows"]), int(p["items"])

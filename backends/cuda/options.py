@@ -106,9 +106,7 @@ def parse(options: Mapping[str, Any]) -> Request:
     """
     for name in options:
         if name not in _NAMES:
-            raise InputError(
-                f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(_NAMES)}"
-            )
+            raise InputError(f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(_NAMES)}")
     algorithm = options.get("algorithm", "auto")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")

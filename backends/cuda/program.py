@@ -179,10 +179,7 @@ class Draft:
         self.file, self.source = file, source
         slots = max(1, len(source.operands))
         self.parameters: Any = np.zeros((), structure(file, parameters, OPERANDS=slots))
-        self.defines: dict[str, int | str] = {
-            "PARAMS_BYTES": self.parameters.dtype.itemsize,
-            "OPERANDS": slots,
-        }
+        self.defines: dict[str, int | str] = {"PARAMS_BYTES": self.parameters.dtype.itemsize, "OPERANDS": slots}
         self.pointers: list[tuple[Path, Reference]] = []
         for number, operand in fill(self.parameters, source.operands):
             reference = (
@@ -197,9 +194,7 @@ class Draft:
     ) -> Launch:
         """The launch as it is now, with other ``defines`` where these are given."""
         kernel = Kernel.of(self.file, {**self.defines, **defines}, self.source.text)
-        return Launch(
-            name, kernel, blocks, threads, shared_bytes, self.parameters.copy(), tuple(self.pointers)
-        )
+        return Launch(name, kernel, blocks, threads, shared_bytes, self.parameters.copy(), tuple(self.pointers))
 
 
 def strided_copy(program: Program, shape: Sequence[int], strides: Sequence[int] | None) -> Launch:

@@ -46,9 +46,7 @@ class Microbenchmarks:
         self._words = min(copy_bytes, context.total_bytes // 4) // 16
         self._blocks = BLOCKS_PER_PROCESSOR * context.processors
         real = "double" if dtype == "float64" else "float"
-        self._kernel = Kernel.of(
-            "roofline.cu", {"REAL": real, "CHAINS": CHAINS, "PARAMS_BYTES": _PARAMS.itemsize}
-        )
+        self._kernel = Kernel.of("roofline.cu", {"REAL": real, "CHAINS": CHAINS, "PARAMS_BYTES": _PARAMS.itemsize})
 
     @property
     def method(self) -> str:
@@ -104,9 +102,7 @@ class Microbenchmarks:
 def flush(context: Context) -> None:
     """Write twice as much of the device's memory as its second-level cache holds."""
     driver = context.driver
-    size = 2 * int(
-        driver.Device(context.index).get_attribute(driver.device_attribute.L2_CACHE_SIZE) or (64 << 20)
-    )
+    size = 2 * int(driver.Device(context.index).get_attribute(driver.device_attribute.L2_CACHE_SIZE) or (64 << 20))
     with context.active(), context.stream() as stream:
         blocks = context.allocate([size])
         try:

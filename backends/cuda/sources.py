@@ -75,11 +75,7 @@ def keeps(steps: Sequence[Step], start: int) -> set[int]:
     for value, step in enumerate(steps, start + 1):
         part += isinstance(step, Normalize)
         if isinstance(step, Pointwise):
-            kept |= {
-                o.value
-                for o in step.arguments
-                if isinstance(o, ValueOperand) and made.get(o.value, part) < part
-            }
+            kept |= {o.value for o in step.arguments if isinstance(o, ValueOperand) and made.get(o.value, part) < part}
         made[value] = part
     return kept
 
@@ -119,12 +115,7 @@ class Source:
         )
 
     def chain(
-        self,
-        name: str,
-        steps: Sequence[Step],
-        start: int,
-        linear: Shape | None = None,
-        source: int | None = None,
+        self, name: str, steps: Sequence[Step], start: int, linear: Shape | None = None, source: int | None = None
     ) -> None:
         """A chain on one value.
 
@@ -165,10 +156,7 @@ class Source:
                 body += f"  const auto k{value} = team.keep();\n"
                 names[value] = f"at.of(k{value})"
             if isinstance(norm, Normalize):
-                affine = (
-                    "nullptr" if o is None else f"operand[{self.slot(o)}].data"
-                    for o in (norm.weight, norm.bias)
-                )
+                affine = ("nullptr" if o is None else f"operand[{self.slot(o)}].data" for o in (norm.weight, norm.bias))
                 eps = self.slot(ScalarOperand(norm.eps))
                 body += f"  team.layer_norm(NUMBER({eps}), {', '.join(affine)});\n"
                 first = place + 1
@@ -183,10 +171,7 @@ class Source:
         for value, step in enumerate(steps, start + 1):
             assert isinstance(step, Pointwise)
             self._forms[step.form.name] = step.form
-            arguments = [
-                f"v{value - 1}",
-                *(self._read(o, step.shape[1], names, linear) for o in step.arguments),
-            ]
+            arguments = [f"v{value - 1}", *(self._read(o, step.shape[1], names, linear) for o in step.arguments)]
             yield f"const VALUE v{value} = {step.form.function}({', '.join(arguments)});"
             names[value] = f"v{value}"
 

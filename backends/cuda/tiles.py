@@ -82,9 +82,7 @@ class FmaTile:
 
 def fma_tile(channels: int, itemsize: int, use_fold: bool) -> FmaTile:
     """The tile for ``channels`` output channels a group; it fits 48 KB of shared memory."""
-    block_n, thread_n = next(
-        ((n, t) for n, t in ((4, 1), (8, 2), (16, 4), (32, 8)) if channels <= n), (MAX_BLOCK_N, 8)
-    )
+    block_n, thread_n = next(((n, t) for n, t in ((4, 1), (8, 2), (16, 4), (32, 8)) if channels <= n), (MAX_BLOCK_N, 8))
     return FmaTile(FMA_VOXELS if itemsize == 4 else 32, block_n, 16, thread_n, use_fold, itemsize)
 
 
@@ -434,9 +432,7 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     reach = [axis.offset_range for axis in geometry.axes]
     low = tuple(max(0, -first) for first, _ in reach)
     high = tuple(max(0, last) for _, last in reach)
-    steps = math.prod(
-        sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes
-    )
+    steps = math.prod(sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes)
     n = block_n(geometry.out_channels // geometry.groups)
     channels = geometry.in_channels // geometry.groups
     other = _OTHER_REGISTERS + (_SOFTMAX_REGISTERS if task.softmax else 0)

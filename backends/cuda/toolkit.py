@@ -109,9 +109,7 @@ class Kernel:
 
 @lru_cache(maxsize=4)
 def _sources(folder: Path) -> bytes:
-    return b"\0".join(
-        path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh")
-    )
+    return b"\0".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".cu", ".cuh"))
 
 
 def sources_digest() -> str:
@@ -172,21 +170,14 @@ def run(command: Sequence[str], output: Path, where: str) -> bytes:
     """
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_TIMEOUT_S,
-            cwd=output.parent,
-            check=False,
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, cwd=output.parent, check=False
         )
         image = output.read_bytes() if done.returncode == 0 else b""
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
     log = f"{done.stdout}{done.stderr}".strip()
     if not image:
-        raise BuildError(
-            f"nvcc refused {where}: {_first_error(log, done.returncode)}", f"{shlex.join(command)}\n{log}"
-        )
+        raise BuildError(f"nvcc refused {where}: {_first_error(log, done.returncode)}", f"{shlex.join(command)}\n{log}")
     return image
 
 

@@ -66,8 +66,7 @@ def candidates(operator: Operator, target: Target) -> list[dict[str, str]]:
     for prologue in ("fused", "separate") if ahead else ("auto",):
         tasks = halo_tasks(Setting(operator, target, Options(prologue=prologue)))
         names = [
-            [] if task is None else [task.name(tile) for tile, _ in one_of_each_kind(task, TILES)]
-            for task in tasks
+            [] if task is None else [task.name(tile) for tile, _ in one_of_each_kind(task, TILES)] for task in tasks
         ]
         for number in range(max(map(len, names), default=0)):
             tiles = tuple(each[number] if number < len(each) else None for each in names)
@@ -109,9 +108,7 @@ def _operand_shapes(step: Step) -> list[Shape]:
     return [operand.shape for operand in step.operands if not isinstance(operand, ScalarOperand)]
 
 
-def _key(
-    operator: Operator, context: Context, compiler: toolkit.Toolkit, default: Program
-) -> tuple[str, ...]:
+def _key(operator: Operator, context: Context, compiler: toolkit.Toolkit, default: Program) -> tuple[str, ...]:
     """What a measurement depends on: the GPU model, the kernels and their compiler, and the operator.
 
     Values of the problem's ``double`` parameters do not matter, and the batch size does only where a convolution's

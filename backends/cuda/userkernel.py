@@ -72,9 +72,7 @@ def translation_unit(kernel: UserKernel) -> str:
         f"static_assert(kernel_dispatcher::Parameters<{wanted}>::fit<decltype(&{kernel.entry})>());",
     ]
     if kernel.global_size is None:
-        lines.append(
-            f'extern "C" {{ void *kernel_dispatcher_entry = reinterpret_cast<void *>(&{kernel.entry}); }}'
-        )
+        lines.append(f'extern "C" {{ void *kernel_dispatcher_entry = reinterpret_cast<void *>(&{kernel.entry}); }}')
     return "\n".join(lines) + "\n"
 
 
@@ -98,15 +96,10 @@ def _compile(context: Context, compiler: Toolkit, kernel: UserKernel, scratch: P
         InputError: the function is missing, or has other parameters.
         BuildError: the compiler refused the file.
     """
-    source, output = (
-        scratch / "kernel.cu",
-        scratch / ("kernel.so" if kernel.global_size is None else "kernel.cubin"),
-    )
+    source, output = (scratch / "kernel.cu", scratch / ("kernel.so" if kernel.global_size is None else "kernel.cubin"))
     source.write_text(translation_unit(kernel), encoding="utf-8")
     try:
-        run(
-            command_line(kernel, context.architecture, compiler, scratch, source, output), output, kernel.file
-        )
+        run(command_line(kernel, context.architecture, compiler, scratch, source, output), output, kernel.file)
     except BuildError as error:
         wrong = [line for line in error.log.splitlines() if re.search(r"\berror\b", line)]
         if wrong and wrong[0].startswith(_BEHIND):
@@ -199,10 +192,7 @@ class GlobalKernel(_OnDevice):
                 f"local_size is {self._kernel.local_size}; a block of this kernel has {most} threads at most on "
                 f"{self._context.name}"
             )
-        for what, sizes, name in (
-            ("threads in a block", self._block, "BLOCK"),
-            ("blocks", self._grid, "GRID"),
-        ):
+        for what, sizes, name in (("threads in a block", self._block, "BLOCK"), ("blocks", self._grid, "GRID")):
             for axis, size in zip(_AXES, sizes, strict=True):
                 limit = device.get_attribute(getattr(attributes, f"MAX_{name}_DIM_{axis}"))
                 if size > limit:
@@ -244,9 +234,7 @@ class HostFunction(_OnDevice):
         address = ctypes.c_void_p.in_dll(self._library, "kernel_dispatcher_entry").value
         assert address is not None
         types: dict[Kind, Any] = {"size": ctypes.c_size_t, "double": ctypes.c_double}
-        prototype = ctypes.CFUNCTYPE(
-            None, *(types.get(kind, ctypes.c_void_p) for _, kind in kernel.parameters)
-        )
+        prototype = ctypes.CFUNCTYPE(None, *(types.get(kind, ctypes.c_void_p) for _, kind in kernel.parameters))
         self._function = prototype(address)
         self._error: Any = getattr(self._library, "kernel_dispatcher_error", None)
         if self._error is not None:

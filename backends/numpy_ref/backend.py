@@ -20,13 +20,7 @@ import numpy as np
 from dispatcher.backends.numpy_ref.steps import Array, Progress, apply
 from dispatcher.errors import InputError
 from dispatcher.interface import Device, PlannedLaunch, Roofline, Tensors, Timings
-from dispatcher.ops.steps import (
-    Pointwise,
-    ScalarOperand,
-    Step,
-    TensorOperand,
-    ValueOperand,
-)
+from dispatcher.ops.steps import Pointwise, ScalarOperand, Step, TensorOperand, ValueOperand
 from dispatcher.problem.operator import Operator
 
 #: A chunk of the batch holds one item, or as many as keep its largest value below this many elements.
@@ -85,9 +79,7 @@ def walk(
     last_read: dict[int, int] = {}  # value to the index of the last step that reads it
     for index, step in enumerate(operator.steps):
         last_read[step.source] = index
-        last_read.update(
-            {operand.value: index for operand in step.operands if isinstance(operand, ValueOperand)}
-        )
+        last_read.update({operand.value: index for operand in step.operands if isinstance(operand, ValueOperand)})
 
     def tensor(name: str, shape: Sequence[int], per_item: bool) -> T:
         array = np.asarray(tensors[name]).reshape(shape)
@@ -154,9 +146,7 @@ class Meter:
                 self._report(min(1.0, self._done / self._convolutions))
 
 
-def run_steps(
-    operator: Operator, tensors: Tensors, result: np.ndarray, progress: Progress | None = None
-) -> None:
+def run_steps(operator: Operator, tensors: Tensors, result: np.ndarray, progress: Progress | None = None) -> None:
     """Compute the operator in float64, rounding once while storing into ``result``.
 
     Args:
@@ -206,11 +196,7 @@ class NumpyExecutable:
         steps = tuple(step.op for step in self._operator.steps)
         return (
             PlannedLaunch(
-                "reference",
-                steps,
-                "scatter",
-                {"chunks": len(chunks(self._operator))},
-                "step by step in float64",
+                "reference", steps, "scatter", {"chunks": len(chunks(self._operator))}, "step by step in float64"
             ),
         )
 

@@ -134,9 +134,7 @@ class _Rules:
         # An infinite or undefined value has no error: it is met exactly or not at all.
         return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
 
-    def convolution(
-        self, step: ConvTranspose3d, x: Bounded, y: Array, weight: Bounded, *bias: Bounded
-    ) -> Array:
+    def convolution(self, step: ConvTranspose3d, x: Bounded, y: Array, weight: Bounded, *bias: Bounded) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
         # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
@@ -172,16 +170,10 @@ class _Rules:
         scale_x, scale_w = _magnitude(x_squared), _magnitude(np.abs(weight))
         dtype = self.arithmetic.squares
         # Single precision is enough, unless small values would vanish beside the largest.
-        if (
-            _smallest(x_squared) / scale_x * (_smallest(np.abs(weight)) / scale_w) ** 2
-            < np.finfo(np.float32).tiny
-        ):
+        if _smallest(x_squared) / scale_x * (_smallest(np.abs(weight)) / scale_w) ** 2 < np.finfo(np.float32).tiny:
             dtype = np.float64
         scaled = reference.convolution(
-            step,
-            (x_squared / scale_x).astype(dtype),
-            np.square(weight / scale_w).astype(dtype),
-            advance=self.advance,
+            step, (x_squared / scale_x).astype(dtype), np.square(weight / scale_w).astype(dtype), advance=self.advance
         )
         result: Array = scaled.astype(np.float64)
         result *= scale_x
@@ -205,9 +197,7 @@ class _Rules:
         ends = [(1.0, -1.0) if argument.error.any() else (0.0,) for argument in (x, *arguments)]
         for signs in product(*ends):
             corner = [a.value + sign * a.error for sign, a in zip(signs, (x, *arguments), strict=True)]
-            apart = np.fmax(
-                apart, np.where(np.isnan(corner_y := function(*corner)), np.inf, np.abs(corner_y - y))
-            )
+            apart = np.fmax(apart, np.where(np.isnan(corner_y := function(*corner)), np.inf, np.abs(corner_y - y)))
         if form.pole:
             pole = x if form.pole == "x" else arguments[0]
             apart = np.where((np.abs(pole.value) <= pole.error) & (pole.error > 0.0), np.inf, apart)
@@ -241,9 +231,7 @@ class _Rules:
         given = iter(affine)
         if step.weight is not None:
             weight = next(given)
-            error = error * np.abs(weight.value) + quotient * (
-                weight.error + 2.0 * unit * np.abs(weight.value)
-            )
+            error = error * np.abs(weight.value) + quotient * (weight.error + 2.0 * unit * np.abs(weight.value))
         if step.bias is not None:
             bias = next(given)
             error = error + bias.error + 2.0 * unit * np.abs(bias.value)
@@ -310,10 +298,7 @@ class _Rules:
 
 
 def bounded_parts(
-    operator: Operator,
-    tensors: Tensors,
-    progress: Progress | None,
-    take: Callable[[slice, Array, Array], None],
+    operator: Operator, tensors: Tensors, progress: Progress | None, take: Callable[[slice, Array, Array], None]
 ) -> None:
     """Compute the reference and its error bounds, a few batch items at a time.
 
@@ -330,11 +315,7 @@ def bounded_parts(
 
     def work(chunk: slice) -> None:
         exact = walk(operator, tensors, chunk, rules.load, rules.compute)
-        take(
-            output_chunk(operator, chunk),
-            np.ascontiguousarray(exact.value),
-            np.ascontiguousarray(exact.error),
-        )
+        take(output_chunk(operator, chunk), np.ascontiguousarray(exact.value), np.ascontiguousarray(exact.error))
 
     for_each_chunk(operator, work)
     if progress is not None:

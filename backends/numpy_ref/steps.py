@@ -37,10 +37,7 @@ def reached(axis: AxisGeometry, tap: int, start: int, stop: int) -> tuple[slice,
     last = min(stop - 1, axis.input - 1, (axis.output - 1 - shift) // axis.stride)
     if last < first:
         return slice(0, 0), slice(0, 0)
-    return (
-        slice(first, last + 1),
-        slice(first * axis.stride + shift, last * axis.stride + shift + 1, axis.stride),
-    )
+    return (slice(first, last + 1), slice(first * axis.stride + shift, last * axis.stride + shift + 1, axis.stride))
 
 
 def conv_transpose3d(

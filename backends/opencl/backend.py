@@ -35,18 +35,12 @@ class OpenClBackend:
             from dispatcher.backends.opencl.runtime import find_devices
         except Exception as error:
             return [
-                self._missing(
-                    f"PyOpenCL cannot be imported: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'"
-                )
+                self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")
             ]
         try:
             found = find_devices()
         except Exception as error:
-            return [
-                self._missing(
-                    f"no OpenCL platform: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'"
-                )
-            ]
+            return [self._missing(f"no OpenCL platform: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
         self._found = found
@@ -131,9 +125,7 @@ class OpenClBackend:
                 try:
                     self._runtimes[device.index] = OpenClRuntime(found.platform, found.device)
                 except Exception as error:
-                    raise DeviceError(
-                        f"{device.id} ({device.name}) cannot be opened: {first_line(error)}"
-                    ) from error
+                    raise DeviceError(f"{device.id} ({device.name}) cannot be opened: {first_line(error)}") from error
             return self._runtimes[device.index]
 
     def _missing(self, reason: str) -> Device:

@@ -76,9 +76,7 @@ def _whole_library(file: Path) -> bool:
         return False
     if head[4] != 2:  # a 32-bit file has another layout
         return True
-    start, entry, count = (
-        int.from_bytes(head[a:b], sys.byteorder) for a, b in ((40, 48), (58, 60), (60, 62))
-    )
+    start, entry, count = (int.from_bytes(head[a:b], sys.byteorder) for a, b in ((40, 48), (58, 60), (60, 62)))
     return start + entry * count <= file.stat().st_size
 
 

@@ -100,8 +100,7 @@ class OpenClExecutable:
         """Bytes of each tensor and of the result."""
         operator = self._operator
         named = {
-            f"tensor {name}": math.prod(shape) * self._real.itemsize
-            for name, shape in operator.tensor_shapes.items()
+            f"tensor {name}": math.prod(shape) * self._real.itemsize for name, shape in operator.tensor_shapes.items()
         }
         return named | {"output": self._value_bytes(len(operator.steps))}
 
@@ -165,9 +164,7 @@ class OpenClExecutable:
         device = self._runtime.device.name.strip()
         names = ", ".join(launch.planned.name for launch in self._launches)
         if isinstance(error, cl.MemoryError):
-            return DeviceMemoryError(
-                f"{device}: out of memory while running {names}: {error}; use a smaller batch"
-            )
+            return DeviceMemoryError(f"{device}: out of memory while running {names}: {error}; use a smaller batch")
         return KernelError(f"{device}: running {names} failed: {error}")
 
     def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
@@ -217,8 +214,7 @@ class OpenClExecutable:
             spans = [(event.profile.start, event.profile.end) for _, event in call.events]
             timings.kernel_s += 1e-9 * (spans[-1][1] - spans[0][0])
             timings.launches += [
-                (name, 1e-9 * (end - begin))
-                for (name, _), (begin, end) in zip(call.events, spans, strict=True)
+                (name, 1e-9 * (end - begin)) for (name, _), (begin, end) in zip(call.events, spans, strict=True)
             ]
             timings.clock, timings.shared_memory = "device", self._runtime.facts.unified
         start = time.perf_counter()

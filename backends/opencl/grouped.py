@@ -157,9 +157,7 @@ def grouping(results: int, terms: int, run: int, limits: Limits, itemsize: int) 
     return Grouping(min(items // slices, lanes), slices, slices_first)
 
 
-def lower_grouped(
-    step: Shared, riders: Sequence[Pointwise], real: str, limits: Limits
-) -> tuple[StepSource, Grouping]:
+def lower_grouped(step: Shared, riders: Sequence[Pointwise], real: str, limits: Limits) -> tuple[StepSource, Grouping]:
     """Lower ``step`` with the pointwise steps that ride on its store.
 
     Args:
@@ -239,11 +237,7 @@ def lower_shared(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
     step = group.parts[0].step
     assert isinstance(step, Shared)
     made, shares = lower_grouped(step, group.tail, real_name(real), target.limits)
-    detail = {
-        "items": made.count,
-        "results_per_group": shares.lanes,
-        "work_items_per_result": shares.slices,
-    }
+    detail = {"items": made.count, "results_per_group": shares.lanes, "work_items_per_result": shares.slices}
     arguments = (Value(group.source), made.operands, Value(group.output), np.uint64(made.count))
     return Lowered(
         made.kernel,

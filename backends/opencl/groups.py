@@ -281,9 +281,7 @@ class LineRules(Rules):
         if not step.form.plain or not combinable(step.form.monoid):
             return f"{step.op} is not a plain reduction"
         earlier = [part.step for part in group.parts if isinstance(part.step, Pool)]
-        if earlier and (
-            group.parts[-1].step is not earlier[-1] or group.tail or earlier[-1].function != step.function
-        ):
+        if earlier and (group.parts[-1].step is not earlier[-1] or group.tail or earlier[-1].function != step.function):
             return "one pooling is folded already"
         assert group.convolution is not None
         geometry = group.convolution.geometry
@@ -379,9 +377,7 @@ def share_statistics(groups: list[Group], lanes: int, cache: int) -> list[Group]
         # A pass over memory is spared where the result need not be stored, or a place of it does not fit the cache.
         spared = alone and isinstance(first, Reduce)
         following = groups[number + 1].steps[0] if number + 1 < len(groups) else None
-        spared |= (
-            alone and isinstance(first, Normalize) and len(consumer.steps) == 1 and _over_space(following)
-        )
+        spared |= alone and isinstance(first, Normalize) and len(consumer.steps) == 1 and _over_space(following)
         if isinstance(found, str) or not (spared or _place_bytes(first) > cache):
             continue
         if isinstance(first, Softmax) and alone and (bound := _bound(producer)) is not None:

@@ -121,9 +121,7 @@ def prepare_icd_vendors() -> IcdReport:
         value = os.environ.get(variable)
         if value:
             vendors, reason = Path(value), f"{variable} is set by the user"
-            entries = [
-                _left_out(entry) if entry.library in deadly else entry for entry in _user_entries(vendors)
-            ]
+            entries = [_left_out(entry) if entry.library in deadly else entry for entry in _user_entries(vendors)]
             if any(entry.library in deadly for entry in entries):
                 return _replace_user_s(entries, vendors, reason, earlier)
             return IcdReport(vendors, False, reason, tuple(entries))
@@ -228,9 +226,7 @@ def _withdraw_own_setting() -> Path | None:
 
 
 def _left_out(entry: IcdEntry) -> IcdEntry:
-    return replace(
-        entry, used=False, reason=f"it kills a process that lists its devices ({LEFT_OUT_VARIABLE})"
-    )
+    return replace(entry, used=False, reason=f"it kills a process that lists its devices ({LEFT_OUT_VARIABLE})")
 
 
 def _replace_user_s(entries: list[IcdEntry], vendors: Path, reason: str, earlier: Path | None) -> IcdReport:

@@ -204,9 +204,7 @@ def choose(task: Task) -> tuple[Implementation, tuple[tuple[str, str], ...]]:
     accepting = [each for each, reason in reasons if reason is None]
     best = min(accepting, key=lambda each: each.estimate(task)) if len(accepting) > 1 else accepting[0]
     rejected = [
-        (each.name, reason or f"{best.name} is estimated to be faster")
-        for each, reason in reasons
-        if each is not best
+        (each.name, reason or f"{best.name} is estimated to be faster") for each, reason in reasons if each is not best
     ]
     return best, tuple(rejected)
 
@@ -224,9 +222,7 @@ def rules_of(target: Target, options: Options, itemsize: int, refused: list[Conv
     return LineRules(0 if options.fusion == "eager" else target.facts.cache)
 
 
-def tasks_of(
-    operator: Operator, target: Target, options: Options, refused: list[ConvTranspose3d]
-) -> list[Task]:
+def tasks_of(operator: Operator, target: Target, options: Options, refused: list[ConvTranspose3d]) -> list[Task]:
     """What an operator takes, in order.
 
     Args:

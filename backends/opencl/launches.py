@@ -10,16 +10,7 @@ import numpy as np
 import pyopencl as cl
 
 from dispatcher.backends.opencl.implementations import Task, choose
-from dispatcher.backends.opencl.lowered import (
-    Counter,
-    Lowered,
-    Rows,
-    Scratch,
-    Table,
-    Tensor,
-    Value,
-    Weights,
-)
+from dispatcher.backends.opencl.lowered import Counter, Lowered, Rows, Scratch, Table, Tensor, Value, Weights
 from dispatcher.backends.opencl.render import KernelOperands
 from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.interface import PlannedLaunch, Tensors
@@ -69,12 +60,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        runtime: OpenClRuntime,
-        lowered: Lowered,
-        kernel: Any,
-        real: np.dtype[Any],
-        planned: PlannedLaunch,
+        self, runtime: OpenClRuntime, lowered: Lowered, kernel: Any, real: np.dtype[Any], planned: PlannedLaunch
     ) -> None:
         self._runtime, self.lowered, self._kernel, self._real = runtime, lowered, kernel, real
         self.planned = planned
@@ -147,9 +133,7 @@ class Launch:
             case Scratch():
                 if self._scratch is None:
                     self._scratch = self._runtime.buffer(self.scratch_bytes)
-                    cl.enqueue_fill_buffer(
-                        call.queue, self._scratch, self._real.type(0), 0, self.scratch_bytes
-                    )
+                    cl.enqueue_fill_buffer(call.queue, self._scratch, self._real.type(0), 0, self.scratch_bytes)
                 return self._scratch
             case Counter():
                 if self._counter is None:

@@ -77,13 +77,7 @@ STREAM_INTERMEDIATE_BYTES = 48 << 20
 
 
 def ranked(
-    geometry: ConvGeometry,
-    fold: Fold | None,
-    facts: Facts,
-    real: np.dtype[Any],
-    options: Options,
-    *,
-    winograd: bool,
+    geometry: ConvGeometry, fold: Fold | None, facts: Facts, real: np.dtype[Any], options: Options, *, winograd: bool
 ) -> list[tuple[float, Tile]]:
     """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
     vec = facts.lanes(real)
@@ -92,15 +86,7 @@ def ranked(
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows)
     device = device_class(facts.vec)
     return ranked_tiles(
-        geometry,
-        fold,
-        vec,
-        device,
-        facts.cache,
-        facts.compute_units,
-        real.itemsize,
-        winograd=winograd,
-        wanted=wanted,
+        geometry, fold, vec, device, facts.cache, facts.compute_units, real.itemsize, winograd=winograd, wanted=wanted
     )
 
 
@@ -223,9 +209,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         text,
         (
             Value(group.source),
-            Weights(
-                convolution.weight.name, lambda weight: pack(convolution.contraction_weight(weight), layout)
-            ),
+            Weights(convolution.weight.name, lambda weight: pack(convolution.contraction_weight(weight), layout)),
             operands,
             Value(group.output) if group.stored else rows_of(group),
             Scratch(workers * scratch),

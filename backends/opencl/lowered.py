@@ -68,9 +68,7 @@ class Counter:
     guarded: bool
 
 
-Argument: TypeAlias = (
-    Value | Rows | Tensor | Weights | Table | Scratch | Counter | KernelOperands | np.integer[Any]
-)
+Argument: TypeAlias = Value | Rows | Tensor | Weights | Table | Scratch | Counter | KernelOperands | np.integer[Any]
 
 
 @dataclass(frozen=True)
@@ -124,17 +122,11 @@ def rows_of(group: Group) -> Rows:
     return Rows(group.output, group.gathers.numbers * n * c * d * h)
 
 
-def planned(
-    group: Group, kernel: str, algorithm: str, detail: Mapping[str, str | int | float]
-) -> PlannedLaunch:
+def planned(group: Group, kernel: str, algorithm: str, detail: Mapping[str, str | int | float]) -> PlannedLaunch:
     """The launch of a group, for people."""
     extra: dict[str, str | int | float] = {}
     if group.gathers is not None:
-        extra["gathers"] = f"{group.gathers.kind} of rows" + (
-            "" if group.stored else ", and stores nothing else"
-        )
+        extra["gathers"] = f"{group.gathers.kind} of rows" + ("" if group.stored else ", and stores nothing else")
     if group.given is not None:
         extra["given"] = f"{group.given.kind} of rows"
-    return PlannedLaunch(
-        kernel, tuple(step.op for step in group.steps), algorithm, {**detail, **extra}, group.note
-    )
+    return PlannedLaunch(kernel, tuple(step.op for step in group.steps), algorithm, {**detail, **extra}, group.note)

@@ -47,9 +47,7 @@ class Options:
         known = list(asdict(Options()))
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise InputError(
-                f"option {unknown[0]!r} is unknown to backend opencl; it takes: {', '.join(known)}"
-            )
+            raise InputError(f"option {unknown[0]!r} is unknown to backend opencl; it takes: {', '.join(known)}")
         parsed = Options(**options)
         if parsed.algorithm not in ALGORITHMS:
             raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")

@@ -31,8 +31,7 @@ def kernel_source(name: str) -> str:
 def defines(values: Mapping[str, object]) -> str:
     """One ``#define`` line for each name; booleans become 0 and 1."""
     return "".join(
-        f"#define {name} {int(value) if isinstance(value, bool) else value}\n"
-        for name, value in values.items()
+        f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in values.items()
     )
 
 
@@ -137,9 +136,7 @@ class KernelOperands:
         # An axis of extent 1 does not move the place.
         strides = [math.prod(operand.shape[axis + 1 :]) for axis in range(5)]
         terms = [
-            f"({site.coordinates[axis]}) * (size_t){strides[axis]}"
-            for axis in range(5)
-            if operand.shape[axis] > 1
+            f"({site.coordinates[axis]}) * (size_t){strides[axis]}" for axis in range(5) if operand.shape[axis] > 1
         ]
         place = " + ".join(terms) or "0"
         if site.left and operand.shape[4] > 1:
@@ -161,9 +158,7 @@ class KernelOperands:
                 text += f"const VALUE v{step.source} = x; "
             self._forms[step.form.name] = step.form
             arguments = [
-                f"v{operand.value}"
-                if _is_value(operand) and operand.value in made
-                else self.expression(operand, site)
+                f"v{operand.value}" if _is_value(operand) and operand.value in made else self.expression(operand, site)
                 for operand in step.arguments
             ]
             text += f"x = {step.form.function}({', '.join(['x', *arguments])}); "
@@ -200,9 +195,7 @@ def tail_macro(name: str, statements: str, parameters: str = "x, c") -> str:
 def kernel_text(real: str, vec: int, operands: KernelOperands, *parts: str) -> str:
     """The source text of a kernel: arithmetic in ``real`` and in vectors of ``vec`` lanes, the forms, the ``parts``."""
     values = {"REAL": real, "REAL_IS_DOUBLE": real == "double", "VEC": vec}
-    return "".join(
-        (section("numeric.cl", defines(values)), section("lanes.cl"), operands.definitions, *parts)
-    )
+    return "".join((section("numeric.cl", defines(values)), section("lanes.cl"), operands.definitions, *parts))
 
 
 # ---- reductions --------------------------------------------------------------------------------------------

@@ -42,13 +42,7 @@ class Microbenchmarks:
         # A queue without profiling, as on the host's clock the two differ by what profiling costs.
         self._queue = cl.CommandQueue(runtime.context)
         real = "double" if dtype == "float64" else "float"
-        values = {
-            "REAL": real,
-            "VEC": self._vec,
-            "CHAINS": CHAINS,
-            "GROUP": group,
-            "INTERLEAVED": not facts.cpu,
-        }
+        values = {"REAL": real, "VEC": self._vec, "CHAINS": CHAINS, "GROUP": group, "INTERLEAVED": not facts.cpu}
         pragma = "#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n" if real == "double" else ""
         program = runtime.program(section("roofline.cl", pragma + defines(values)))
         self._fma, self._copy = cl.Kernel(program, "fma_chains"), cl.Kernel(program, "copy")

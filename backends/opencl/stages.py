@@ -25,11 +25,7 @@ class StageForm:
 
 #: On the lines of the CPU kernel, and on the results that a work-group of the tiled kernel holds.
 LINE_STAGES = StageForm(
-    {
-        Normalize: "stage_layer_norm.cl",
-        Softmax: "stage_channel_softmax.cl",
-        Reduce: "stage_channel_reduce.cl",
-    },
+    {Normalize: "stage_layer_norm.cl", Softmax: "stage_channel_softmax.cl", Reduce: "stage_channel_reduce.cl"},
     "line, operands",
 )
 TILE_STAGES = StageForm(

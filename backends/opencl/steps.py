@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl.groups import Group
-from dispatcher.backends.opencl.lowered import (
-    Argument,
-    Lowered,
-    Rows,
-    Tensor,
-    Value,
-    extra_arguments,
-    planned,
-)
+from dispatcher.backends.opencl.lowered import Argument, Lowered, Rows, Tensor, Value, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
     KernelOperands,
     Site,
@@ -82,11 +74,7 @@ def lower_gather(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
 
 
 def step_launch(
-    group: Group,
-    target: Target,
-    made: StepSource,
-    sources: tuple[Argument, ...],
-    algorithm: str = "step",
+    group: Group, target: Target, made: StepSource, sources: tuple[Argument, ...], algorithm: str = "step"
 ) -> Lowered:
     """The launch of a kernel with a work-item for each of ``count``."""
     local = 1 if target.facts.cpu else min(INDEPENDENT_ITEMS, target.limits.work_items)
@@ -251,9 +239,7 @@ def run_block(count: int) -> int:
     return max(64, int(count ** (1 / 3)))
 
 
-def _reduction(
-    step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int
-) -> StepSource:
+def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     groups = step.groups if isinstance(step, Normalize) else 1
     n, c, d, h, w = step.input_shape
@@ -284,12 +270,9 @@ def _reduction(
         + [f"for (int block = 0; block < {extents[run]}; block += {block})"]
     )
     each_in_run = (
-        f"for (int {names[run]} = block; {names[run]} < min(block + {block}, {extents[run]}); "
-        f"{names[run]} += {stride})"
+        f"for (int {names[run]} = block; {names[run]} < min(block + {block}, {extents[run]}); {names[run]} += {stride})"
     )
-    offset = " + ".join(
-        [f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"]
-    )
+    offset = " + ".join([f"{names[i]} * (size_t){strides[i]}" for i in inner] + ["w" if width_reduced else "w0"])
 
     def coordinates(*, result: bool) -> tuple[str, ...]:
         """Batch item, channel, depth, height and width of an element, or of a result."""
@@ -308,9 +291,7 @@ def _reduction(
         "OUTER_BASE(outer)": f"({place('(outer)', strides)})",
         "OUTER_RESULT(outer)": f"({place('(outer)', result_strides)})",
         "EACH_RUN": each_run,
-        "CASCADE": max(
-            8, math.isqrt(math.prod(extents[i] for i in inner if i != run) * -(-extents[run] // block))
-        ),
+        "CASCADE": max(8, math.isqrt(math.prod(extents[i] for i in inner if i != run) * -(-extents[run] // block))),
         "EACH_IN_RUN": each_in_run,
         "OFFSET": f"({offset})",
         "STEP_NORMALIZE": isinstance(step, Normalize),

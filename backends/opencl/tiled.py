@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl.groups import MOST_PHASES, Group, Part, Rules, channel_reason
-from dispatcher.backends.opencl.lowered import (
-    Lowered,
-    Table,
-    Value,
-    Weights,
-    extra_arguments,
-    planned,
-)
+from dispatcher.backends.opencl.lowered import Lowered, Table, Value, Weights, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
     KernelOperands,
     Site,
@@ -286,9 +279,7 @@ def _candidates(task: Task) -> Iterator[Tile]:
     planes = {1, stride} if not task.fold and power_above(stride) == stride else {1}
     blocks_n = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= power_above(group_oc)]
     threads = (1, 2, 4, 8)
-    for block_m, block_n, thread_m, thread_n in product(
-        (8, 16, 32, 64, 128, 256), blocks_n, threads, threads
-    ):
+    for block_m, block_n, thread_m, thread_n in product((8, 16, 32, 64, 128, 256), blocks_n, threads, threads):
         for (block_c, block_t), together in product(sorted(steps), sorted(planes)):
             yield Tile(block_m, block_n, block_c, block_t, thread_m, thread_n, together)
 
@@ -363,9 +354,7 @@ def pack_weights(weight: np.ndarray, layout: TileLayout) -> np.ndarray:
     g, tile = layout.task.geometry, layout.tile
     depth, height, width = (axis.kernel for axis in g.axes)
     order = [(d * height + h) * width + w for d, h, w, *_ in _taps(g)]
-    packed = np.zeros(
-        (g.groups, layout.tiles * tile.block_n, layout.tap_rows, layout.padded_ic), weight.dtype
-    )
+    packed = np.zeros((g.groups, layout.tiles * tile.block_n, layout.tap_rows, layout.padded_ic), weight.dtype)
     taps = weight.reshape(g.groups, layout.group_ic, layout.group_oc, depth * height * width)
     packed[:, : layout.group_oc, : len(order), : layout.group_ic] = taps[..., order].transpose(0, 2, 3, 1)
     split = packed.reshape(g.groups, layout.tiles, tile.block_n, layout.tap_rows, layout.padded_ic)
@@ -388,9 +377,7 @@ def phase_tables(geometry: ConvGeometry) -> tuple[np.ndarray, np.ndarray]:
         phases ``(phases, 2)``: first tap and number of taps; taps ``(kernel volume, 4)``: offsets along
         depth, height and width, and a zero. Both int32.
     """
-    counts = [
-        math.prod(len(p.taps) for p in phases) for phases in product(*(a.phases for a in geometry.axes))
-    ]
+    counts = [math.prod(len(p.taps) for p in phases) for phases in product(*(a.phases for a in geometry.axes))]
     firsts = np.cumsum([0, *counts[:-1]])
     taps = np.array([(*offsets, 0) for *_, d, h, w in _taps(geometry) for offsets in [(d, h, w)]], np.int32)
     return np.stack([firsts, counts], axis=1).astype(np.int32), taps
@@ -409,12 +396,8 @@ def render(layout: TileLayout, group: Group) -> tuple[str, KernelOperands]:
     def tail_of(part: Part) -> str:
         return "" if group.at_store and part is group.parts[-1] else operands.tail(part.tail)
 
-    before, before_calls, folded = render_stages(
-        TILE_STAGES, operands, before_fold, 1, g.out_channels, tail_of
-    )
-    after, after_calls, left = render_stages(
-        TILE_STAGES, operands, after_fold, 1 + len(before_fold), folded, tail_of
-    )
+    before, before_calls, folded = render_stages(TILE_STAGES, operands, before_fold, 1, g.out_channels, tail_of)
+    after, after_calls, left = render_stages(TILE_STAGES, operands, after_fold, 1 + len(before_fold), folded, tail_of)
     small = task.all_positions + tile.block_m < 1 << 32
     real = "double" if task.itemsize == 8 else "float"
     values: dict[str, object] = {
@@ -521,8 +504,7 @@ def lower_tiled(group: Group, target: Target, real: np.dtype[Any]) -> Lowered | 
         (
             Value(group.source),
             Weights(
-                convolution.weight.name,
-                lambda weight: pack_weights(convolution.contraction_weight(weight), layout),
+                convolution.weight.name, lambda weight: pack_weights(convolution.contraction_weight(weight), layout)
             ),
             operands,
             *(Table(table) for table in phase_tables(layout.task.geometry)),

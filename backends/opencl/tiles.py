@@ -220,12 +220,7 @@ class LineLayout:
         """The core's input lines of one box, the zeros before them, and slack that vector loads may touch."""
         low, high = self.geometry.width.offset_range
         over_read = (
-            self.line
-            + self.pitch
-            + sum(self.halo)
-            + self.tile.vec * self.tile.thread_w
-            + max(0, high)
-            - min(0, low)
+            self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w + max(0, high) - min(0, low)
         )
         if self.tile.winograd:
             parts = self.geometry.height.most_taps + self.tile.rows - 1
@@ -271,9 +266,7 @@ class LineLayout:
         """Window rows of a box along depth and height."""
         assert self.fold is not None
         g, t = self.geometry, self.tile
-        return t.box_d * g.depth.stride // self.fold.window[0], t.box_h * g.height.stride // self.fold.window[
-            1
-        ]
+        return t.box_d * g.depth.stride // self.fold.window[0], t.box_h * g.height.stride // self.fold.window[1]
 
     @property
     def fold_line(self) -> int:
@@ -288,10 +281,7 @@ class LineLayout:
     @property
     def boxes(self) -> tuple[int, int]:
         """Work items per image along depth and height."""
-        return (
-            -(-self.positions[0] // self.tile.box_d),
-            -(-self.positions[1] // self.tile.box_h),
-        )
+        return (-(-self.positions[0] // self.tile.box_d), -(-self.positions[1] // self.tile.box_h))
 
     @property
     def filled(self) -> float:
@@ -388,11 +378,7 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     group_ic = g.in_channels // g.groups
     channels = g.groups * round_up(g.out_channels // g.groups, tile.thread_c)
     # One tap and input channel of a line: all its register tiles, for all output channels.
-    line = (
-        sum(device.tile_cost(tile.thread_c, chunk.width) for chunk in layout.chunks)
-        * channels
-        / tile.thread_c
-    )
+    line = sum(device.tile_cost(tile.thread_c, chunk.width) for chunk in layout.chunks) * channels / tile.thread_c
     row_vectors = layout.edge / tile.vec
     taps_w = sum(len(phase.taps) for phase in g.width.phases)
     products: float
@@ -508,17 +494,12 @@ def ranked_tiles(
         )
     forms = (False, True) if wanted.flat is None else (wanted.flat,)
     register_tiles = {
-        rows: device.tiles(rows, geometry.height.most_taps)
-        if wanted.register_tile is None
-        else (wanted.register_tile,)
+        rows: device.tiles(rows, geometry.height.most_taps) if wanted.register_tile is None else (wanted.register_tile,)
         for rows in rows_choices
     }
     ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
     for smallest, box, rows, (number, register_tile), flat in (
-        (*each, numbered, flat)
-        for each in boxes
-        for numbered in enumerate(register_tiles[each[2]])
-        for flat in forms
+        (*each, numbered, flat) for each in boxes for numbered in enumerate(register_tiles[each[2]]) for flat in forms
     ):
         tile = Tile(vec, *register_tile, *box, flat, rows)
         layout = LineLayout(geometry, fold, tile)

@@ -31,8 +31,6 @@ def recall(device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str) -
     return None if options.tuned == "ignore" else (options, known.why)  # the default was the best
 
 
-def remember(
-    device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str, options: Options, gain: float
-) -> None:
+def remember(device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str, options: Options, gain: float) -> None:
     """Keep ``options``, measured to be ``gain`` times as fast as the default."""
     store(_key(device, geometry, fold, dtype), options.given(), gain)

@@ -34,9 +34,7 @@ _NO_MEMORY = (
 )
 
 
-def load_kernel(
-    runtime: OpenClRuntime, kernel: UserKernel, device: Device, scratch: Path
-) -> OpenClUserKernel:
+def load_kernel(runtime: OpenClRuntime, kernel: UserKernel, device: Device, scratch: Path) -> OpenClUserKernel:
     """See :meth:`dispatcher.interface.KernelHost.load_kernel`."""
     doubles = [name for name, kind in kernel.parameters if kind == "double"]
     if not runtime.facts.vec_double and (doubles or kernel.dtype == "float64"):
@@ -177,9 +175,7 @@ class OpenClUserKernel:
         """See :meth:`dispatcher.interface.LoadedKernel.poison`."""
         buffer = self._buffers[name]
         try:
-            cl.enqueue_fill_buffer(
-                self._queue, buffer, np.uint8(MARGIN), MARGIN_BYTES, buffer.size - 2 * MARGIN_BYTES
-            )
+            cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(MARGIN), MARGIN_BYTES, buffer.size - 2 * MARGIN_BYTES)
             self._queue.finish()
         except cl.Error as error:
             raise KernelError(f"{name} cannot be filled: {error}") from error

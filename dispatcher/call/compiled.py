@@ -30,13 +30,7 @@ from dispatcher.device.selection import (
 from dispatcher.device.splitting import compile_within_memory, part_count
 from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
 from dispatcher.interface import Device, Timings
-from dispatcher.problem.arguments import (
-    IncompleteError,
-    bind_arguments,
-    check_options,
-    describe_shape,
-    sort_arguments,
-)
+from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
 from dispatcher.problem.arrays import TensorArgument, check_output, host_tensor, snapshot, tensor_argument
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.model import Problem
@@ -221,12 +215,7 @@ class CompiledOperator:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        settings: Settings,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        eager: bool = True,
+        self, problem: Problem, settings: Settings, arguments: Mapping[str, Any] | None = None, *, eager: bool = True
     ) -> None:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
         check_precision(settings.precision)
@@ -408,9 +397,7 @@ class CompiledOperator:
             program.used = next(self._clock)
             return program
 
-    def _execute(
-        self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None
-    ) -> Any:
+    def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """Run ``program``, moving on to the next device where the request allows that.
 
         Args:
@@ -437,9 +424,7 @@ class CompiledOperator:
             if choice.executable is None:
                 return np.empty(operator.output_shape, operator.dtype) if output is None else output
             inputs = self._inputs(program, choice, tensors)
-            on_host = all(
-                isinstance(array, np.ndarray) for array in inputs.values()
-            )  # where the result will be
+            on_host = all(isinstance(array, np.ndarray) for array in inputs.values())  # where the result will be
             check_host_memory(operator, choice.device, output is None and on_host)
             trace = tracing.current()
             if trace is not None and timings is None:
@@ -535,9 +520,7 @@ def _to_host(name: str, array: Any, device: Device) -> np.ndarray:
         ) from error
 
 
-def _checked_result(
-    operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any
-) -> Any:
+def _checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
     """The backend's result, or a copy of it where it is not an array of its own in C order.
 
     Raises:
@@ -556,7 +539,5 @@ def _checked_result(
             f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
             f"expected {operator.dtype} of shape {operator.output_shape}"
         )
-    shares = any(
-        isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values()
-    )
+    shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
     return result.copy(order="C") if shares or not result.flags.c_contiguous else result

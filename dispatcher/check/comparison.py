@@ -184,13 +184,8 @@ class _Tally:
                 f"reference's norm, {normwise_ratio:.3g} of what is allowed; the worst, at {self.worst_index}, "
                 f"is {self.worst_value:.9g}, expected {self.worst_reference:.9g}"
             )
-        passed, worst = (
-            self.beyond == 0 and within,
-            (self.worst_index, self.worst_value, self.worst_reference),
-        )
-        return Comparison(
-            passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason
-        )
+        passed, worst = (self.beyond == 0 and within, (self.worst_index, self.worst_value, self.worst_reference))
+        return Comparison(passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason)
 
 
 def _misfit(result: Any, shape: tuple[int, ...], dtype: str | None) -> str:
@@ -204,9 +199,7 @@ def _misfit(result: Any, shape: tuple[int, ...], dtype: str | None) -> str:
     return ""
 
 
-def compare(
-    result: np.ndarray, reference: Array, bound: Array | float, *, dtype: str | None = None
-) -> Comparison:
+def compare(result: np.ndarray, reference: Array, bound: Array | float, *, dtype: str | None = None) -> Comparison:
     """Compare a result with the reference, element by element. Nothing is broadcast.
 
     NaN matches NaN only and an infinity the same infinity, except that a result may be infinite where the
@@ -252,10 +245,7 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 # ---- with the reference ------------------------------------------------------------------------------------
 def _each_part(
-    operator: Operator,
-    tensors: Tensors,
-    progress: Progress | None,
-    take: Callable[[slice, Array, Array], None],
+    operator: Operator, tensors: Tensors, progress: Progress | None, take: Callable[[slice, Array, Array], None]
 ) -> None:
     """Call ``take`` with parts of the result: slice of its batch axis, reference, and bound on all errors.
 
@@ -334,6 +324,4 @@ def verify_results(
 
     if not all(misfits):
         _each_part(operator, tensors, progress, take)
-    return [
-        refusal(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)
-    ]
+    return [refusal(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)]

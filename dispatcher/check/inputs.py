@@ -58,16 +58,13 @@ def _divides(operator: Operator) -> bool:
 
 
 def _takes_maxima(operator: Operator) -> bool:
-    return any(
-        isinstance(step, Pool | Reduce) and step.form.monoid.errors == "selects" for step in operator.steps
-    )
+    return any(isinstance(step, Pool | Reduce) and step.form.monoid.errors == "selects" for step in operator.steps)
 
 
 def _saturates(operator: Operator) -> bool:
     """Does a step make one constant of all large values?"""
     return any(
-        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.form.saturates)
-        for step in operator.steps
+        isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.form.saturates) for step in operator.steps
     )
 
 
@@ -305,9 +302,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     return tensors
 
 
-def _tensor(
-    shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str
-) -> np.ndarray:
+def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:
     """One tensor of ``shape``; float16 is rounded from float32."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
     working = np.dtype(np.float32) if dtype == np.float16 else dtype

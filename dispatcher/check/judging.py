@@ -138,9 +138,7 @@ class Judgement:
             "kernel": kernel.file,
             **picked(kernel, "entry", "global_size", "local_size", "build_options"),
             **picked(self, "outcome", "reason", "log"),
-            "checks": [
-                {**vars(each), "comparison": comparison_dict(each.comparison)} for each in self.checks
-            ],
+            "checks": [{**vars(each), "comparison": comparison_dict(each.comparison)} for each in self.checks],
             **picked(self, "build_s", "times_s", "kernel_s", "median_s", "gflops"),
         }
 

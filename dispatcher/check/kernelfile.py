@@ -73,9 +73,7 @@ def read_kernel(
         wanted = f"expected up to three sizes, such as {OUTPUT_ELEMENTS}"
         raise InputError(f"global_size is missing, which {file.suffix} files need; {wanted}")
     if local is None and whole is not None and files.groups_needed:
-        raise InputError(
-            f"global_size is given without local_size, which {file.suffix} files need; give both"
-        )
+        raise InputError(f"global_size is given without local_size, which {file.suffix} files need; give both")
     if local is not None and whole is None:
         raise InputError("local_size is given without global_size; give both")
     if local is not None and whole is not None:
@@ -102,9 +100,7 @@ def _read_text(file: Path) -> str:
     except NotRegularError:
         raise InputError(f"{name} is not a regular file; expected one with the source of a kernel") from None
     except TooLargeError:
-        raise InputError(
-            f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel"
-        ) from None
+        raise InputError(f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel") from None
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from error
     except ValueError as error:  # a NUL in the path, or letters that the file system's encoding lacks
@@ -189,9 +185,7 @@ def _how_run(kernel: str | Path) -> registry.KernelFiles:
         InputError: it is not the path of a kernel file.
     """
     if not isinstance(kernel, str | Path):
-        raise InputError(
-            f"kernel is {brief(kernel)}; expected the path of a {' or '.join(registry.KERNEL_FILES)} file"
-        )
+        raise InputError(f"kernel is {brief(kernel)}; expected the path of a {' or '.join(registry.KERNEL_FILES)} file")
     files = registry.KERNEL_FILES.get(Path(kernel).suffix.lower())
     if files is None:
         suffixes = " or ".join(registry.KERNEL_FILES)

@@ -99,9 +99,7 @@ def _step_aside(kernel: UserKernel, folder: Path) -> UserKernel:
 class _Runs:
     """Runs of a kernel on sets of inputs that lie in a folder."""
 
-    def __init__(
-        self, loaded: LoadedKernel, kernel: UserKernel, folder: Path, request: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, loaded: LoadedKernel, kernel: UserKernel, folder: Path, request: Mapping[str, Any]) -> None:
         self.loaded, self.kernel, self.folder, self.request = loaded, kernel, folder, request
         self.numbers: Mapping[str, int | float] = request["numbers"]
         self.output = next(name for name, kind in kernel.parameters if kind == "output")

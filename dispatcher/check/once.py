@@ -78,9 +78,7 @@ class TimedRun:
 def input_tensors(operator: Operator, given: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
     """Every input, random where none is given, in the operator's dtype and in C order, so that no call converts it."""
     made = {} if set(given) >= set(operator.tensor_shapes) else random_tensors(operator, seed)
-    return {
-        name: np.ascontiguousarray(array, dtype=operator.dtype) for name, array in {**made, **given}.items()
-    }
+    return {name: np.ascontiguousarray(array, dtype=operator.dtype) for name, array in {**made, **given}.items()}
 
 
 def timed_run(

@@ -23,15 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
-from dispatcher.check.comparison import (
-    Comparison,
-    Progress,
-    part,
-    poisoned,
-    refusal,
-    verify_result,
-    verify_results,
-)
+from dispatcher.check.comparison import Comparison, Progress, part, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
 from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
@@ -188,9 +180,7 @@ def worst_first(results: Iterable[Verification]) -> list[Verification]:
 
 def only_reference(results: Sequence[Verification]) -> bool:
     """Did nothing but the reference itself run, so that no device was compared with anything?"""
-    return not any(
-        result.device.kind != "reference" and result.outcome != "unsupported" for result in results
-    )
+    return not any(result.device.kind != "reference" and result.outcome != "unsupported" for result in results)
 
 
 def exit_code(results: Sequence[Verification], everywhere: bool) -> int:
@@ -348,9 +338,7 @@ def sets_for(operator: Operator, wanted: tuple[str, ...] | None) -> tuple[str, .
     return wanted or meaningful
 
 
-def _advance(
-    progress: CheckProgress, operator: Operator, subjects: Sequence[_Subject], fraction: float
-) -> None:
+def _advance(progress: CheckProgress, operator: Operator, subjects: Sequence[_Subject], fraction: float) -> None:
     """Tell how far the checks of a problem are, and where they still run."""
     where = ", ".join(subject.device.id for subject in subjects if not subject.ended)
     progress(operator.problem.name, where, fraction)

@@ -65,9 +65,7 @@ def doctor(*, retest: bool = False) -> Diagnosis:
     working = tuple(device for device in found if device.kind != "reference" and _works(device))
     if not working:
         detail = "no accelerated device works; everything runs on NumPy"
-        findings.append(
-            Finding("devices", "acceleration", "problem", detail, "mend one of the problems above")
-        )
+        findings.append(Finding("devices", "acceleration", "problem", detail, "mend one of the problems above"))
     return Diagnosis(tuple(findings), tuple(found), working)
 
 
@@ -110,9 +108,7 @@ def _host() -> Iterator[Finding]:
     if available is None:
         yield Finding("host", "memory", "note", "this system does not say how much is available")
     elif available < LITTLE_MEMORY:
-        yield Finding(
-            "host", "memory", "note", f"only {available / 2**30:.1f} GiB are available", "end other programs"
-        )
+        yield Finding("host", "memory", "note", f"only {available / 2**30:.1f} GiB are available", "end other programs")
     else:
         yield Finding("host", "memory", "ok", f"{available / 2**30:.1f} GiB are available")
 

@@ -149,12 +149,8 @@ def check_host_memory(operator: Operator, device: Device, with_output: bool) -> 
         DeviceMemoryError: they do not; an allocation that big would succeed, and the process be killed later.
     """
     needed = math.prod(operator.output_shape) * np.dtype(operator.dtype).itemsize if with_output else 0
-    if (
-        device.kind == "reference"
-    ):  # at least the operand and the result of one step, for one item, in float64
-        needed += max(
-            8 * (math.prod(step.input_shape[1:]) + math.prod(step.shape[1:])) for step in operator.steps
-        )
+    if device.kind == "reference":  # at least the operand and the result of one step, for one item, in float64
+        needed += max(8 * (math.prod(step.input_shape[1:]) + math.prod(step.shape[1:])) for step in operator.steps)
     if needed <= SMALL_BYTES:
         return
     available = available_bytes()

@@ -362,14 +362,10 @@ def _find(backend: str, selector: str) -> Device:
     else:
         matches = [device for device in found if selector.lower() in device.name.lower()]
         if not matches:
-            raise DeviceError(
-                f"no {backend} device has {selector!r} in its name; expected one of {_names(found)}"
-            )
+            raise DeviceError(f"no {backend} device has {selector!r} in its name; expected one of {_names(found)}")
         matches = [device for device in matches if device.available] or matches
         if len(matches) > 1:
-            raise DeviceError(
-                f"{selector!r} is in the name of {len(matches)} devices: {_names(matches)}; name one"
-            )
+            raise DeviceError(f"{selector!r} is in the name of {len(matches)} devices: {_names(matches)}; name one")
     match = tested(matches[0])
     if not match.available:
         raise DeviceError(f"{match.id} ({match.name}) is not usable: {match.reason}")
@@ -431,9 +427,7 @@ def choose(
         try:
             reason = backend.supports(operator, device)
             if reason is None:
-                executable = (
-                    None if operator.empty else compile_within_memory(backend, operator, device, options)
-                )
+                executable = None if operator.empty else compile_within_memory(backend, operator, device, options)
                 _log.info("%s runs on %s (%s)", operator.problem.name, device.id, device.name)
                 return Choice(device, backend, executable, tuple(skipped))
         except InputError:
@@ -458,9 +452,7 @@ def as_kernel_error(error: Exception, operator: Operator, device: Device, action
     if isinstance(error, DispatcherError):
         return error
     kind = DeviceMemoryError if isinstance(error, MemoryError) else KernelError
-    made = kind(
-        f"{operator.problem.name} failed to {action} on {device.id} ({device.name}): {describe(error)}"
-    )
+    made = kind(f"{operator.problem.name} failed to {action} on {device.id} ({device.name}): {describe(error)}")
     made.__cause__ = error
     return made
 

@@ -120,21 +120,14 @@ def compile_within_memory(
         _log.info("%s works on %d batch items at a time on %s", operator.problem.name, size, device.id)
         return PartwiseExecutable(operator, parameter, made)
     if failure is None:
-        failure = DeviceMemoryError(
-            f"{operator.problem.name} does not fit on {device.id}, one batch item at a time"
-        )
+        failure = DeviceMemoryError(f"{operator.problem.name} does not fit on {device.id}, one batch item at a time")
     if reason:
         raise DeviceMemoryError(f"{failure} (it cannot be split over the batch: {reason})") from failure
     raise failure
 
 
 def _equal_parts(
-    backend: Backend,
-    operator: Operator,
-    device: Device,
-    options: Mapping[str, Any],
-    parameter: str,
-    size: int,
+    backend: Backend, operator: Operator, device: Device, options: Mapping[str, Any], parameter: str, size: int
 ) -> list[Part]:
     """Parts of ``size`` batch items, the last one perhaps smaller; equal ones share an executable."""
     batch = operator.output_shape[0]

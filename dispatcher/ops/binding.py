@@ -74,9 +74,7 @@ class Binding:
         pipeline: to which its steps are appended.
     """
 
-    def __init__(
-        self, op: str, position: int, source: int, fields: Mapping[str, Any], pipeline: Bound
-    ) -> None:
+    def __init__(self, op: str, position: int, source: int, fields: Mapping[str, Any], pipeline: Bound) -> None:
         self.op, self.position, self.source = op, position, source
         self.fields, self.pipeline = fields, pipeline
 
@@ -201,28 +199,16 @@ def build_conv(binding: Binding) -> None:
         )
     axes = [
         AxisGeometry.ordinary(
-            name,
-            binding.input_shape[2 + i],
-            weight.shape[2 + i],
-            binding["padding"][i],
-            binding["dilation"][i],
+            name, binding.input_shape[2 + i], weight.shape[2 + i], binding["padding"][i], binding["dilation"][i]
         )
         for i, name in enumerate(SPATIAL_AXES)
     ]
     _convolution(binding, weight.shape[0], axes, transposed=False)
 
 
-def _convolution(
-    binding: Binding, out_channels: int, axes: Sequence[AxisGeometry], *, transposed: bool = True
-) -> None:
+def _convolution(binding: Binding, out_channels: int, axes: Sequence[AxisGeometry], *, transposed: bool = True) -> None:
     geometry = ConvGeometry(
-        binding.input_shape[0],
-        binding.input_shape[1],
-        out_channels,
-        binding["groups"],
-        axes[0],
-        axes[1],
-        axes[2],
+        binding.input_shape[0], binding.input_shape[1], out_channels, binding["groups"], axes[0], axes[1], axes[2]
     )
     binding.append(
         ConvTranspose3d(
@@ -260,8 +246,7 @@ def pool(form: ReductionForm) -> Builder:
                 raise binding.fail(f"window on axis {name} is {size}; it must be 1 or more")
             if size > extent:
                 raise binding.fail(
-                    f"window on axis {name} is {size}, larger than its input ({extent}); "
-                    "the output would be empty"
+                    f"window on axis {name} is {size}, larger than its input ({extent}); the output would be empty"
                 )
         pooled = [extent // size for size, extent in zip(window, extents, strict=True)]
         binding.append(Pool(**binding.base((*binding.input_shape[:2], *pooled)), form=form, window=window))

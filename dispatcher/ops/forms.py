@@ -97,11 +97,7 @@ class Monoid:
     @property
     def identity_c(self) -> str:
         """The identity as a C number, without the suffix of a type."""
-        return (
-            ("-INFINITY" if self.identity < 0 else "INFINITY")
-            if math.isinf(self.identity)
-            else f"{self.identity}"
-        )
+        return ("-INFINITY" if self.identity < 0 else "INFINITY") if math.isinf(self.identity) else f"{self.identity}"
 
 
 SUM = Monoid("a + b", 0.0, "adds")

@@ -76,9 +76,7 @@ class AxisGeometry:
             if value > most:
                 raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {most} or less")
         if self.output_padding < 0:
-            raise GeometryError(
-                f"output_padding on axis {self.name} is {self.output_padding}; it must be 0 or more"
-            )
+            raise GeometryError(f"output_padding on axis {self.name} is {self.output_padding}; it must be 0 or more")
         if self.output_padding >= max(self.stride, self.dilation):
             raise GeometryError(
                 f"output_padding on axis {self.name} is {self.output_padding}; it must be smaller than "
@@ -126,9 +124,7 @@ class AxisGeometry:
     def phases(self) -> tuple[AxisPhase, ...]:
         """The ``stride`` phases, by residue. A phase may have no taps (a hole) or no outputs."""
         return tuple(
-            AxisPhase(
-                residue, max(0, -(-(self.output - residue) // self.stride)), self._taps.get(residue, ())
-            )
+            AxisPhase(residue, max(0, -(-(self.output - residue) // self.stride)), self._taps.get(residue, ()))
             for residue in range(self.stride)
         )
 
@@ -201,9 +197,7 @@ class ConvGeometry:
                 raise GeometryError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("in_channels", "out_channels"):
             if getattr(self, name) % self.groups:
-                raise GeometryError(
-                    f"{name} is {getattr(self, name)}; it must be divisible by groups ({self.groups})"
-                )
+                raise GeometryError(f"{name} is {getattr(self, name)}; it must be divisible by groups ({self.groups})")
 
     @property
     def axes(self) -> tuple[AxisGeometry, AxisGeometry, AxisGeometry]:

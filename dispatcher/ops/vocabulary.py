@@ -48,10 +48,7 @@ def build_rms_norm(binding: Binding) -> None:
 
 
 _EPS = Field("eps", "scalar", "added to the variance", default=1e-5, least=0.0)
-_AFFINE = (
-    Field("weight", "tensor", "one factor a channel"),
-    Field("bias", "tensor", "one term a channel"),
-)
+_AFFINE = (Field("weight", "tensor", "one factor a channel"), Field("bias", "tensor", "one term a channel"))
 _WINDOW = Field("window", "triple", "extent of the window, and its stride", required=True)
 _CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
 _DILATION = Field("dilation", "triple", "spacing of the taps", default=1)
@@ -74,9 +71,7 @@ MEAN = ReductionForm("mean", SUM, finish="t * share", torch="torch.mean", onnx="
 VOCABULARY: dict[str, Operation] = {
     "conv_transpose3d": Operation(
         (
-            Field(
-                "weight", "tensor", "(in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)", True
-            ),
+            Field("weight", "tensor", "(in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)", True),
             _CHANNEL_BIAS,
             Field("stride", "triple", "stride of the output", default=1),
             Field("padding", "triple", "outputs cut from both ends", default=0),
@@ -89,9 +84,7 @@ VOCABULARY: dict[str, Operation] = {
     ),
     "conv3d": Operation(
         (
-            Field(
-                "weight", "tensor", "(out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)", True
-            ),
+            Field("weight", "tensor", "(out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)", True),
             _CHANNEL_BIAS,
             Field("padding", "triple", "zeros around the input, at most dilation * (kernel - 1)", default=0),
             _DILATION,
@@ -102,36 +95,20 @@ VOCABULARY: dict[str, Operation] = {
     ),
     # -- combining with an operand
     "add": pointwise(
-        PointwiseForm(
-            "add", "x + a", slope=1.0, arguments=1, cheap=True, integral=True, torch="torch.add", onnx="Add"
-        ),
+        PointwiseForm("add", "x + a", slope=1.0, arguments=1, cheap=True, integral=True, torch="torch.add", onnx="Add"),
         "in + value",
         Field("value", "operand", "what is added", True),
     ),
     "subtract": pointwise(
         PointwiseForm(
-            "subtract",
-            "x - a",
-            slope=1.0,
-            arguments=1,
-            cheap=True,
-            integral=True,
-            torch="torch.sub",
-            onnx="Sub",
+            "subtract", "x - a", slope=1.0, arguments=1, cheap=True, integral=True, torch="torch.sub", onnx="Sub"
         ),
         "in - value",
         Field("value", "operand", "what is subtracted", True),
     ),
     "scale": pointwise(
         PointwiseForm(
-            "scale",
-            "x * a",
-            arguments=1,
-            cheap=True,
-            integral=True,
-            role="factor",
-            torch="torch.mul",
-            onnx="Mul",
+            "scale", "x * a", arguments=1, cheap=True, integral=True, role="factor", torch="torch.mul", onnx="Mul"
         ),
         "in * by",
         Field("by", "operand", "the factor", True),
@@ -178,9 +155,7 @@ VOCABULARY: dict[str, Operation] = {
         "in/2 * (1 + erf(in/sqrt(2)))",
     ),
     "relu": pointwise(
-        PointwiseForm(
-            "relu", "x < C(0.0) ? C(0.0) : x", cheap=True, integral=True, torch="torch.relu", onnx="Relu"
-        ),
+        PointwiseForm("relu", "x < C(0.0) ? C(0.0) : x", cheap=True, integral=True, torch="torch.relu", onnx="Relu"),
         "max(in, 0)",
     ),
     "leaky_relu": pointwise(
@@ -198,11 +173,7 @@ VOCABULARY: dict[str, Operation] = {
     ),
     "sigmoid": pointwise(
         PointwiseForm(
-            "sigmoid",
-            "C(1.0) / (C(1.0) + exp_v(-x))",
-            exponential=True,
-            torch="torch.sigmoid",
-            onnx="Sigmoid",
+            "sigmoid", "C(1.0) / (C(1.0) + exp_v(-x))", exponential=True, torch="torch.sigmoid", onnx="Sigmoid"
         ),
         "1 / (1 + exp(-in))",
     ),
@@ -278,31 +249,21 @@ VOCABULARY: dict[str, Operation] = {
         "1.0507 * (in where in > 0, else 1.6733 * (exp(in) - 1))",
     ),
     "softsign": pointwise(
-        PointwiseForm(
-            "softsign", "x / (C(1.0) + abs_v(x))", torch="torch.nn.functional.softsign", onnx="Softsign"
-        ),
+        PointwiseForm("softsign", "x / (C(1.0) + abs_v(x))", torch="torch.nn.functional.softsign", onnx="Softsign"),
         "in / (1 + |in|)",
     ),
     # -- elementary functions
-    "exp": pointwise(
-        PointwiseForm("exp", "exp_v(x)", exponential=True, torch="torch.exp", onnx="Exp"), "exp(in)"
-    ),
+    "exp": pointwise(PointwiseForm("exp", "exp_v(x)", exponential=True, torch="torch.exp", onnx="Exp"), "exp(in)"),
     "log": pointwise(
         PointwiseForm("log", "log_v(x)", pole="x", torch="torch.log", onnx="Log"), "natural logarithm of in"
     ),
-    "sqrt": pointwise(
-        PointwiseForm("sqrt", "sqrt_v(x)", torch="torch.sqrt", onnx="Sqrt"), "square root of in"
-    ),
+    "sqrt": pointwise(PointwiseForm("sqrt", "sqrt_v(x)", torch="torch.sqrt", onnx="Sqrt"), "square root of in"),
     "abs": pointwise(
-        PointwiseForm("abs", "abs_v(x)", cheap=True, integral=True, slope=1.0, torch="torch.abs", onnx="Abs"),
-        "|in|",
+        PointwiseForm("abs", "abs_v(x)", cheap=True, integral=True, slope=1.0, torch="torch.abs", onnx="Abs"), "|in|"
     ),
-    "square": pointwise(
-        PointwiseForm("square", "x * x", cheap=True, integral=True, torch="torch.square"), "in * in"
-    ),
+    "square": pointwise(PointwiseForm("square", "x * x", cheap=True, integral=True, torch="torch.square"), "in * in"),
     "reciprocal": pointwise(
-        PointwiseForm("reciprocal", "C(1.0) / x", pole="x", torch="torch.reciprocal", onnx="Reciprocal"),
-        "1 / in",
+        PointwiseForm("reciprocal", "C(1.0) / x", pole="x", torch="torch.reciprocal", onnx="Reciprocal"), "1 / in"
     ),
     # -- norms and softmax
     "layer_norm": Operation(
@@ -326,11 +287,7 @@ VOCABULARY: dict[str, Operation] = {
         "normalise each channel over batch and space, with the statistics of this batch",
     ),
     "rms_norm": Operation(
-        (
-            AXIS,
-            Field("eps", "scalar", "added to the mean square", default=1e-5, least=0.0),
-            _AFFINE[0],
-        ),
+        (AXIS, Field("eps", "scalar", "added to the mean square", default=1e-5, least=0.0), _AFFINE[0]),
         build_rms_norm,
         "in / sqrt(mean of squares over the named axes + eps)",
     ),
@@ -339,20 +296,15 @@ VOCABULARY: dict[str, Operation] = {
         lambda binding: binding.append(Softmax(**binding.base(binding.input_shape), axes=binding["axis"])),
         "softmax over the named axes taken together",
     ),
-    "log_softmax": Operation(
-        (AXIS,), build_log_softmax, "logarithm of the softmax over the named axes taken together"
-    ),
+    "log_softmax": Operation((AXIS,), build_log_softmax, "logarithm of the softmax over the named axes taken together"),
     # -- pools and reductions
     "avg_pool3d": Operation((_WINDOW,), pool(MEAN), "mean of each window"),
     "max_pool3d": Operation((_WINDOW,), pool(MAXIMUM), "maximum of each window; NaN wins"),
-    "sum": reduction(
-        ReductionForm("sum", SUM, torch="torch.sum", onnx="ReduceSum"), "sum over the named axes"
-    ),
+    "sum": reduction(ReductionForm("sum", SUM, torch="torch.sum", onnx="ReduceSum"), "sum over the named axes"),
     "mean": reduction(MEAN, "mean over the named axes"),
     "max": reduction(MAXIMUM, "maximum over the named axes; NaN wins"),
     "min": reduction(
-        ReductionForm("min", MIN, torch="torch.amin", onnx="ReduceMin"),
-        "minimum over the named axes; NaN wins",
+        ReductionForm("min", MIN, torch="torch.amin", onnx="ReduceMin"), "minimum over the named axes; NaN wins"
     ),
     "product": reduction(ReductionForm("product", PRODUCT, onnx="ReduceProd"), "product over the named axes"),
     "log_sum_exp": reduction(

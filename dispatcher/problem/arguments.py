@@ -240,9 +240,7 @@ def bind_arguments(
     for name, shape in {**operator.tensor_shapes, problem.output.name: operator.output_shape}.items():
         size = math.prod(shape) * np.dtype(chosen).itemsize
         if size > MAX_VALUE:
-            raise GeometryError(
-                f"tensor {name} of shape {shape} has {size} bytes; no memory holds 2**63 of them"
-            )
+            raise GeometryError(f"tensor {name} of shape {shape} has {size} bytes; no memory holds 2**63 of them")
     return operator
 
 
@@ -272,9 +270,7 @@ def bind_numbers(
                 f"tensor {parameter.name} cannot be given here: the tensors to {task} with are made from the seed; "
                 "give sizes and scalars, and tensors of your own to dispatcher.run (run --tensor on the command line)"
             )
-    operator = bind_arguments(
-        problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision
-    )
+    operator = bind_arguments(problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision)
     if operator.empty:
         raise InputError(
             f"{problem.name}: the batch is empty, so there is nothing to {task}; expected one item or more"
@@ -327,10 +323,7 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
 
 
 def infer_sizes(
-    problem: Problem,
-    given: Mapping[str, int],
-    shapes: Mapping[str, tuple[int, ...]],
-    base: Mapping[str, int | float],
+    problem: Problem, given: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, int | float]
 ) -> dict[str, int]:
     """Every size parameter's value.
 
@@ -377,10 +370,7 @@ def infer_sizes(
 
 
 def _solve(
-    tensors: Sequence[Parameter],
-    shapes: Mapping[str, tuple[int, ...]],
-    sizes: dict[str, int],
-    origin: dict[str, str],
+    tensors: Sequence[Parameter], shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int], origin: dict[str, str]
 ) -> None:
     """Add to ``sizes`` what the tensors' shapes show, until nothing new follows."""
     found = True
@@ -408,9 +398,7 @@ def _check_shape(
         try:
             wanted = expression.evaluate(sizes)
         except InputError as error:
-            raise InputError(
-                f"tensor {tensor.name} of shape {shape} does not fit on axis {axis}: {error}"
-            ) from None
+            raise InputError(f"tensor {tensor.name} of shape {shape} does not fit on axis {axis}: {error}") from None
         if wanted != extent:
             parts = sorted(expression.names)
             if str(expression) in parts:

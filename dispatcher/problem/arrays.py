@@ -61,9 +61,7 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
         raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
     if isinstance(value, str | bytes | Mapping | set | frozenset):
         raise InputError(f"tensor {name} is {brief(value)}; expected an array")
-    only_dlpack = hasattr(value, "__dlpack__") and not any(
-        hasattr(value, other) for other in _ARRAY_PROTOCOLS
-    )
+    only_dlpack = hasattr(value, "__dlpack__") and not any(hasattr(value, other) for other in _ARRAY_PROTOCOLS)
     try:
         array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
     except Exception as error:  # whatever the object's own conversion raises
@@ -100,9 +98,7 @@ def _on_device(name: str, value: Any) -> TensorArgument | None:
 def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind in "biu" or (dtype.kind == "f" and dtype.newbyteorder("=").name in DTYPES):
         return dtype
-    raise DtypeError(
-        f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool"
-    )
+    raise DtypeError(f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool")
 
 
 # ---- what backends take ------------------------------------------------------------------------------------

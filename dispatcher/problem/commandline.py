@@ -131,9 +131,7 @@ def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.n
         if not equals or not path:
             raise InputError(f"--tensor {assignment!r} is not understood; expected NAME=FILE.npy")
         if name not in names:
-            raise InputError(
-                f"--tensor {name}: {problem.name} has no such tensor; expected one of {', '.join(names)}"
-            )
+            raise InputError(f"--tensor {name}: {problem.name} has no such tensor; expected one of {', '.join(names)}")
         if name in result:
             raise InputError(f"--tensor {name} is given twice; give it once")
         result[name] = _read_array(f"--tensor {name}: {path!r}", path)

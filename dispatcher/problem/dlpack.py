@@ -62,9 +62,7 @@ _is_valid = _of_python("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctype
 _get_pointer = _of_python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 _set_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _pointer_of = _of_python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-_new_capsule = _of_python(
-    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor
-)
+_new_capsule = _of_python("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)
 
 
 def _forget(address: int) -> None:
@@ -143,9 +141,7 @@ def take(name: str, value: Any) -> TakenArray:
     strides = tuple(size * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     _set_name(handed, _TAKEN_NAME)
     place = ((tensor.data or 0) + tensor.byte_offset, False)
-    result = TakenArray(
-        {"shape": shape, "typestr": f"<f{size}", "data": place, "strides": strides, "version": 3}
-    )
+    result = TakenArray({"shape": shape, "typestr": f"<f{size}", "data": place, "strides": strides, "version": 3})
     weakref.finalize(result, _give_back, address)
     return result
 

@@ -66,8 +66,7 @@ class Expression:
             return cls(str(value), value)
         if len(source) > MAX_LENGTH:
             raise InputError(
-                f"the expression {source[:30]!r}... has {len(source)} characters; "
-                f"expected {MAX_LENGTH} at most"
+                f"the expression {source[:30]!r}... has {len(source)} characters; expected {MAX_LENGTH} at most"
             )
         return cls(" ".join(source.split()), _Parser(source).parse())
 
@@ -118,9 +117,7 @@ class Expression:
 
     def _unsolvable(self, name: str, known: Mapping[str, int], value: int) -> InputError:
         given = ", ".join(f"{other} = {known[other]}" for other in sorted(self.names) if other in known)
-        return InputError(
-            f"no size {name} makes {self} equal to {value}" + (f" with {given}" if given else "")
-        )
+        return InputError(f"no size {name} makes {self} equal to {value}" + (f" with {given}" if given else ""))
 
     def __str__(self) -> str:
         return self.text
@@ -144,9 +141,7 @@ class _Parser:
                 raise self.fail(f"{stripped[end:].lstrip()[:10]!r} is not understood")
             end = match.end()
             token = match[match.lastgroup or 0]
-            if match.lastgroup == "number" and (
-                len(token) > _MAX_DIGITS or (token[0] == "0" and token != "0")
-            ):
+            if match.lastgroup == "number" and (len(token) > _MAX_DIGITS or (token[0] == "0" and token != "0")):
                 raise self.fail(f"{token[:_MAX_DIGITS]!r} is not a plain decimal integer below 2**63")
             yield token
 

@@ -50,9 +50,7 @@ def load_problem(problem: ProblemLike) -> Problem:
     if isinstance(problem, Mapping):
         return problem_from_mapping(problem)
     if not isinstance(problem, str | os.PathLike):
-        raise InputError(
-            f"the problem is {show(problem)}; expected a name, the path of a file, a mapping or a Problem"
-        )
+        raise InputError(f"the problem is {show(problem)}; expected a name, the path of a file, a mapping or a Problem")
     text = os.fspath(problem)
     names = problem_names()
     if isinstance(problem, str) and problem in names:

@@ -98,16 +98,7 @@ class Operator:
 
 def operator_dict(operator: Operator) -> dict[str, Any]:
     """What an operator computes, ready for JSON."""
-    names = (
-        "dtype",
-        "precision",
-        "sizes",
-        "scalars",
-        "tensor_shapes",
-        "output_shape",
-        "flops",
-        "ideal_bytes",
-    )
+    names = ("dtype", "precision", "sizes", "scalars", "tensor_shapes", "output_shape", "flops", "ideal_bytes")
     return {"problem": operator.problem.name, "title": operator.problem.title, **picked(operator, *names)}
 
 
@@ -153,14 +144,11 @@ def bind(
         shapes[tensor.name] = tuple(expression.evaluate(sizes) for expression in tensor.shape)
         for expression, extent in zip(tensor.shape, shapes[tensor.name], strict=True):
             if extent < 0:
-                raise InputError(
-                    f"tensor {tensor.name}: extent {expression} is {extent}; it must be 0 or more"
-                )
+                raise InputError(f"tensor {tensor.name}: extent {expression} is {extent}; it must be 0 or more")
     source = problem.pipeline[0].source or problem.tensors[0].name
     if len(shapes[source]) != 5:
         raise InputError(
-            f"tensor {source} has shape {shapes[source]}; the pipeline's input must have five axes "
-            "(N, C, D, H, W)"
+            f"tensor {source} has shape {shapes[source]}; the pipeline's input must have five axes (N, C, D, H, W)"
         )
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
@@ -174,11 +162,7 @@ class _Binder:
     """Binds operations one after another; knows the shapes and names of the values made so far."""
 
     def __init__(
-        self,
-        sizes: Mapping[str, int],
-        scalars: Mapping[str, float],
-        shapes: Mapping[str, tuple[int, ...]],
-        source: str,
+        self, sizes: Mapping[str, int], scalars: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]], source: str
     ) -> None:
         self.sizes, self.scalars, self.shapes = sizes, scalars, shapes
         first = shapes[source]

@@ -105,9 +105,7 @@ class _ProblemReader:
 
     def choice(self, keys: KeyPath, value: Any, choices: Collection[str]) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise self.fail(
-                keys, f"got {show(value)}; expected one of {name_list(choices)}{suggest(value, choices)}"
-            )
+            raise self.fail(keys, f"got {show(value)}; expected one of {name_list(choices)}{suggest(value, choices)}")
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
@@ -147,23 +145,17 @@ class _ProblemReader:
 
     def read_parameters(self, raw: Any) -> None:
         entries = self.entries(("parameters",), raw, "parameters")
-        mappings = [
-            entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "size_t"
-        ]
+        mappings = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "size_t"]
         sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
         for index, entry in enumerate(entries):
             parameter = self.parameter(("parameters", index), entry, sizes)
             if parameter.name in self.parameters:
-                raise self.fail(
-                    ("parameters", index, "name"), f"{parameter.name!r} is declared twice; rename one"
-                )
+                raise self.fail(("parameters", index, "name"), f"{parameter.name!r} is declared twice; rename one")
             self.parameters[parameter.name] = parameter
         outputs = [p.name for p in self.parameters.values() if p.type == "tensor" and not p.const]
         if len(outputs) != 1:
             got = name_list(outputs)
-            raise self.fail(
-                ("parameters",), f"the output tensors (const: false) are {got}; expected exactly one"
-            )
+            raise self.fail(("parameters",), f"the output tensors (const: false) are {got}; expected exactly one")
         if not self.named("tensor"):
             raise self.fail(("parameters",), "there is no input tensor (const: true); expected at least one")
 
@@ -180,23 +172,17 @@ class _ProblemReader:
         const = entry.get("const", False)
         if not isinstance(const, bool) or (is_tensor and "const" not in entry):
             got = f"got {self.kind(const)}; " if "const" in entry else ""
-            raise self.fail(
-                (*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor"
-            )
+            raise self.fail((*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor")
         is_output = is_tensor and not const
         if name in RESERVED_NAMES or (name == "output" and not is_output):
-            raise self.fail(
-                (*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name"
-            )
+            raise self.fail((*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name")
         shape = None
         if const:
             if "shape" not in entry:
                 raise self.fail(keys, f"the key 'shape' is missing; add the extents of tensor {name}")
             shape = self.shape((*keys, "shape"), entry["shape"], sizes)
         elif "shape" in entry:
-            raise self.fail(
-                (*keys, "shape"), f"the shape of the output {name} follows from the pipeline; remove it"
-            )
+            raise self.fail((*keys, "shape"), f"the shape of the output {name} follows from the pipeline; remove it")
         default: Number | None = None
         if "default" in entry:
             read = self.integer if kind == "size_t" else self.number
@@ -252,9 +238,7 @@ class _ProblemReader:
         required = [f.name for f in known.values() if f.required]
         self.check_keys(keys, entry, ("op", "from", "as", *known), required)
         source = self.source((*keys, "from"), index, entry)
-        fields = {
-            name: self.field((*keys, name), f, entry[name]) for name, f in known.items() if name in entry
-        }
+        fields = {name: self.field((*keys, name), f, entry[name]) for name, f in known.items() if name in entry}
         result = self.result((*keys, "as"), index, entry["as"]) if "as" in entry else None
         return StepSpec(op, source, result, MappingProxyType(fields))
 

@@ -48,11 +48,7 @@ _WORDS: dict[str, bool | float | None] = {
 }  # fmt: skip
 
 #: What PyYAML says it was reading when something was not closed: the fault is shown where that began.
-_OPENED = (
-    "while parsing a flow sequence",
-    "while parsing a flow mapping",
-    "while scanning a quoted scalar",
-)
+_OPENED = ("while parsing a flow sequence", "while parsing a flow mapping", "while scanning a quoted scalar")
 
 
 @dataclass
@@ -121,9 +117,7 @@ class _YamlReader:
         except yaml.reader.ReaderError as error:
             line = self.text.count("\n", 0, error.position) + 1
             code = error.character if isinstance(error.character, int) else ord(error.character[:1])
-            raise self.fail(
-                line, (), f"the character with code {code} is not allowed; expected a text file"
-            ) from None
+            raise self.fail(line, (), f"the character with code {code} is not allowed; expected a text file") from None
         except (ValueError, OverflowError):  # a \U escape beyond Unicode, a version number without end
             raise self.fail(1, keys, "an escape here or a directive is out of range; correct it") from None
 
@@ -171,9 +165,7 @@ class _YamlReader:
             raise self.fail(line, keys, f"the alias *{name} has no anchor; expected &{name} before it")
         node = self.anchors[name]
         if node is None:
-            raise self.fail(
-                line, keys, f"the alias *{name} stands inside what it refers to; expected an earlier value"
-            )
+            raise self.fail(line, keys, f"the alias *{name} stands inside what it refers to; expected an earlier value")
         self.spend(node.count, depth + node.height, line, keys)
         return node
 
@@ -243,9 +235,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Locate]:
     except NotRegularError as error:
         raise ProblemFileError(f"{shown}: this is {error}; expected a problem file (.yaml)") from None
     except TooLargeError as error:
-        raise ProblemFileError(
-            f"{shown}: the file has {error.size} bytes; expected {MAX_FILE_BYTES} at most"
-        ) from None
+        raise ProblemFileError(f"{shown}: the file has {error.size} bytes; expected {MAX_FILE_BYTES} at most") from None
     except FileNotFoundError:
         raise ProblemFileError(f"{shown}: no such file; expected the path of a problem file") from None
     except OSError as error:

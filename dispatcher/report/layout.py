@@ -26,9 +26,7 @@ def columns() -> int | None:
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
-def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, above: int = 0, stacked: bool = False
-) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, above: int = 0, stacked: bool = False) -> str:
     """A table as text.
 
     Where the terminal is too narrow, the cells of one column, which are names, stand above their rows; where that does
@@ -74,9 +72,7 @@ def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], available: in
     least = [
         width
         if width <= _FREE_TEXT
-        else min(
-            width, max(_FREE_TEXT_AT_LEAST, *(cell_len(word) for cell in column for word in cell.split()))
-        )
+        else min(width, max(_FREE_TEXT_AT_LEAST, *(cell_len(word) for cell in column for word in cell.split())))
         for width, column in zip(natural, cells, strict=True)
     ]
     spare -= sum(least)

@@ -33,10 +33,7 @@ def say_devices(found: Sequence[Device], auto: str | None) -> None:
     rows = [
         (device.id, device.kind, "fails" if failed(device) else "yes", _tested_as(device), device.name)
         if device.available
-        else (
-            device.backend if device.name == device.backend else device.id,
-            *("", "no", "", device.reason or ""),
-        )
+        else (device.backend if device.name == device.backend else device.id, *("", "no", "", device.reason or ""))
         for device in found
     ]
     say(table(("DEVICE", "KIND", "USABLE", "SELF-TEST", "NAME, OR WHY NOT"), rows))
@@ -302,8 +299,7 @@ def say_races(races: Sequence[Race]) -> None:
             )
         )
         where = [
-            "" if part is None else seconds(part.median_s)
-            for part in (each.warm.upload, kernel, each.warm.download)
+            "" if part is None else seconds(part.median_s) for part in (each.warm.upload, kernel, each.warm.download)
         ]
         if each.shared_memory:  # nothing is uploaded or downloaded
             where = ["shared" if cell and at != 1 else cell for at, cell in enumerate(where)]

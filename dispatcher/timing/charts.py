@@ -65,9 +65,7 @@ def require_matplotlib(path: str) -> None:
     if Path(path).suffix.lower() != ".png":
         raise InputError(f"--plot is {path!r}; expected a file name that ends in .png")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(
-            "--plot needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'"
-        )
+        raise InputError("--plot needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'")
 
 
 def short(problem: str) -> str:
@@ -111,9 +109,7 @@ def _draw_bars(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     for position, who in enumerate(series):
         mine = [entry for entry in panel.entries if entry.who == who]
         shift = (position - (len(series) - 1) / 2) * width
-        shown = [
-            (groups.index(each.problem) + shift, each.times_s) for each in mine if each.times_s is not None
-        ]
+        shown = [(groups.index(each.problem) + shift, each.times_s) for each in mine if each.times_s is not None]
         heights = [1e3 * median for _, (median, _, _) in shown]
         below = [1e3 * max(0.0, median - low) for _, (median, low, _) in shown]
         above = [1e3 * max(0.0, high - median) for _, (median, _, high) in shown]
@@ -208,9 +204,7 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
         for peer in race.peers if race.results else ():
             where = "" if peer.place == "cpu" else f" ({peer.place})"
             entries.append(_entry(peer, f"{peer.name}{where}", False))
-    panel = Panel(
-        ("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"), entries, roofs
-    )
+    panel = Panel(("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"), entries, roofs)
     try:
         draw([panel], title, path)
     except OSError as error:

@@ -176,11 +176,7 @@ class OurDevice(Contender):
     device: Device
 
     def __init__(
-        self,
-        operator: Operator,
-        tensors: Tensors,
-        request: str | Device | None,
-        options: Mapping[str, Any] | None,
+        self, operator: Operator, tensors: Tensors, request: str | Device | None, options: Mapping[str, Any] | None
     ) -> None:
         start = time.perf_counter()
         self._prepared = compile_for(operator, request, options).prepare_bound(operator, tensors)
@@ -211,16 +207,12 @@ class OurDevice(Contender):
         now = self._prepared.choice.device
         if now.id != self.device.id:
             if self.calls > 1:
-                raise KernelError(
-                    f"{self.where} failed while it was timed, and {now.id} took over; time that one"
-                )
+                raise KernelError(f"{self.where} failed while it was timed, and {now.id} took over; time that one")
             # The first call may move on to the next device of the request; that one is timed from the start.
             self.device, self.name, self.where = now, now.id, f"{now.id} ({now.name})"
         return seconds
 
-    def result(
-        self, seed: int, peers: Sequence[PeerBenchmark], left_out: tuple[tuple[str, str], ...]
-    ) -> Benchmark:
+    def result(self, seed: int, peers: Sequence[PeerBenchmark], left_out: tuple[tuple[str, str], ...]) -> Benchmark:
         """What came of it."""
         return Benchmark(
             **self.measured(),
@@ -239,12 +231,7 @@ class OtherLibrary(Contender):
     slack = PEER_SLACK
 
     def __init__(
-        self,
-        operator: Operator,
-        tensors: Tensors,
-        name: str,
-        place: str = "cpu",
-        device: Device | None = None,
+        self, operator: Operator, tensors: Tensors, name: str, place: str = "cpu", device: Device | None = None
     ) -> None:
         super().__init__(operator, name, f"{PEERS[name].label} ({place})", device)
         self.place = place

@@ -152,12 +152,10 @@ _TEXT = _Kind("a text without control characters", _is_text)
 _TEXT_OR_NULL = _Kind(f"{_TEXT.words}, or null", lambda value: value is None or _is_text(value))
 _WHOLE = _Kind("a whole number from 0 to 2**63 - 1", _is_whole)
 _SCALAR = _Kind(
-    "a number, 'inf' or '-inf'",
-    lambda value: value in ("inf", "-inf") or (_is_number(value) and abs(value) < 1e300),
+    "a number, 'inf' or '-inf'", lambda value: value in ("inf", "-inf") or (_is_number(value) and abs(value) < 1e300)
 )
 _LOAD = _Kind(
-    "a number from 0 to 1e6, or null",
-    lambda value: value is None or (_is_number(value) and 0 <= value <= 1e6),
+    "a number from 0 to 1e6, or null", lambda value: value is None or (_is_number(value) and 0 <= value <= 1e6)
 )
 _SECONDS = _Kind(
     f"a number of seconds from {LEAST_S:g} to {MOST_S:g}",

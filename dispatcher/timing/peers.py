@@ -165,8 +165,7 @@ def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callab
         for step, stage in stages:
             operands = step.operands if isinstance(step, Pointwise) else ()
             arguments = [
-                values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand]
-                for operand in operands
+                values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand] for operand in operands
             ]
             values.append(stage(values[step.source], *arguments))
         return values[-1]
@@ -190,9 +189,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any
                 for name in ("stride", "padding", "output_padding", "dilation")
             )
             if transposed:
-                return lambda x: F.conv_transpose3d(
-                    x, weight, bias, strides, padding, output_padding, groups, dilation
-                )
+                return lambda x: F.conv_transpose3d(x, weight, bias, strides, padding, output_padding, groups, dilation)
             around = tuple(axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes)
             return lambda x: F.conv3d(x, weight, bias, 1, around, dilation, groups)
         case Pointwise(form=form) if form.torch:
@@ -202,9 +199,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any
             count = step.shape[1]
             match step.axes, step.groups:
                 case (1,), 1:
-                    return lambda x: F.layer_norm(x.movedim(1, -1), (count,), weight, bias, eps=eps).movedim(
-                        -1, 1
-                    )
+                    return lambda x: F.layer_norm(x.movedim(1, -1), (count,), weight, bias, eps=eps).movedim(-1, 1)
                 case (1, 2, 3, 4), groups:
                     return lambda x: F.group_norm(x, groups, weight, bias, eps)
                 case (2, 3, 4), 1:
@@ -345,9 +340,7 @@ def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: in
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        onnx_model(operator, tensors), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(onnx_model(operator, tensors), options, providers=["CPUExecutionProvider"])
     x, y = tensors[operator.source], np.empty(operator.output_shape, np.float32)
 
     def call(timings: Timings | None = None) -> np.ndarray:
@@ -373,11 +366,7 @@ def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int |
 
     core = openvino.Core()
     model = core.read_model(onnx_model(operator, tensors))
-    settings = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": threads,
-    }
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
     compiled = core.compile_model(model, "CPU", settings)
     x = tensors[operator.source]
 
@@ -421,9 +410,7 @@ def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(str(name).strip() for name in given))
     for name in found:
         if name not in PEERS:
-            raise InputError(
-                f"against is {name!r}; expected one of {', '.join(PEERS)}, or several with commas"
-            )
+            raise InputError(f"against is {name!r}; expected one of {', '.join(PEERS)}, or several with commas")
     for name in found:
         missing = [module for module in PEERS[name].modules if importlib.util.find_spec(module) is None]
         if missing:

@@ -148,9 +148,7 @@ def benchmark(
     check_options(options)
     parse_peers(against)
     request = parse_request(device)
-    operator = bind_numbers(
-        load_problem(problem), arguments, "time", case=case, dtype=dtype, precision=precision
-    )
+    operator = bind_numbers(load_problem(problem), arguments, "time", case=case, dtype=dtype, precision=precision)
     if not force:
         first_usable(request)  # where there is no device, that is what has to be said
         refuse_when_busy()
@@ -223,9 +221,7 @@ def race(
     lineup.check_inputs()
     theirs = tuple(each.result() for each in lineup.contenders if isinstance(each, OtherLibrary))
     left_out = tuple((failure.name, failure.reason) for failure in lineup.failures if failure.error is None)
-    ours = tuple(
-        each.result(rules.seed, theirs, left_out) for each in lineup.contenders if isinstance(each, OurDevice)
-    )
+    ours = tuple(each.result(rules.seed, theirs, left_out) for each in lineup.contenders if isinstance(each, OurDevice))
     tell(1.0)
     return Race(ours, theirs, tuple(lineup.failures), made, settled, foreign_cores)
 

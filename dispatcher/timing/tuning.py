@@ -135,11 +135,7 @@ def tune(
     final = [default, *rest[:FINALISTS]]
     times: list[list[tuple[float, Clock]]] = [[] for _ in final]
     schedule = Schedule(REPEATS, pause_s=0.0, progress=lambda made, share: tell(0.7 + 0.3 * share))
-    take_turns(
-        range(len(final)),
-        schedule,
-        lambda index: times[index].append(_timed(final[index][1], tensors, device)),
-    )
+    take_turns(range(len(final)), schedule, lambda index: times[index].append(_timed(final[index][1], tensors, device)))
     medians = [Times(tuple(seconds for seconds, _ in run)).median_s for run in times]
     clock: Clock = "device" if any(clock == "device" for _, clock in times[0]) else "host"
     ranked = sorted(

@@ -21,15 +21,7 @@ from typing import Literal
 from tests.cudasim.build import BuildError, driver_library
 from tests.cudasim.cache import SOURCES
 
-__all__ = [
-    "Activation",
-    "BuildError",
-    "NotRequestedError",
-    "RealDriverError",
-    "activate",
-    "emulate",
-    "requested",
-]
+__all__ = ["Activation", "BuildError", "NotRequestedError", "RealDriverError", "activate", "emulate", "requested"]
 
 SWITCH = "DISPATCHER_CUDA_SIM"
 DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # any of them speaks for a real GPU
@@ -97,14 +89,10 @@ def activate() -> Activation:
     if _active is not None:
         return _active
     if not requested():
-        raise NotRequestedError(
-            f"the CUDA simulator loads only when {SWITCH}=1; it is {os.environ.get(SWITCH)!r}"
-        )
+        raise NotRequestedError(f"the CUDA simulator loads only when {SWITCH}=1; it is {os.environ.get(SWITCH)!r}")
     real = _real_driver()
     if real is not None:
-        raise RealDriverError(
-            f"the CUDA simulator does not load beside a real driver: {real}; unset {SWITCH}"
-        )
+        raise RealDriverError(f"the CUDA simulator does not load beside a real driver: {real}; unset {SWITCH}")
     library = driver_library()
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # PyCUDA's libcuda.so.1 is then this one: same SONAME
     _active = Activation(library=library, nvcc=SOURCES / "nvcc")

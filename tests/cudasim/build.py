@@ -28,13 +28,9 @@ def compiler_version() -> str:
         BuildError: There is no such compiler, or this is not x86-64 Linux.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise BuildError(
-            f"the CUDA simulator needs Linux on x86-64, not {sys.platform} on {platform.machine()}"
-        )
+        raise BuildError(f"the CUDA simulator needs Linux on x86-64, not {sys.platform} on {platform.machine()}")
     if shutil.which(cxx()) is None:
-        raise BuildError(
-            f"the CUDA simulator needs a C++17 compiler: {cxx()!r} is not on PATH; install g++ or set CXX"
-        )
+        raise BuildError(f"the CUDA simulator needs a C++17 compiler: {cxx()!r} is not on PATH; install g++ or set CXX")
     return run_compiler(["--version"]) + _cpu_features()
 
 

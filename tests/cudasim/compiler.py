@@ -88,9 +88,7 @@ const cusim_abi::Module cusim_module = {{
 """
 
 
-def compile_file(
-    source: Path, *, architecture: str, standard: str = "c++17", options: Sequence[str] = ()
-) -> bytes:
+def compile_file(source: Path, *, architecture: str, standard: str = "c++17", options: Sequence[str] = ()) -> bytes:
     """Compiles a .cu file, or takes the result of an earlier compilation of the same text from the cache.
 
     Args:
@@ -139,9 +137,7 @@ def compile_library(source: Path, output: Path, *, standard: str, options: Seque
     Raises:
         BuildError: With the host compiler's messages.
     """
-    run_compiler(
-        [f"-std={standard}", "-O2", "-shared", "-fPIC", "-x", "c++", *options, str(source), "-o", str(output)]
-    )
+    run_compiler([f"-std={standard}", "-O2", "-shared", "-fPIC", "-x", "c++", *options, str(source), "-o", str(output)])
 
 
 def _forget_unused(modules: Path) -> None:

@@ -43,16 +43,7 @@ def wheel() -> Path:
 
     def fill(folder: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
-            _pip(
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--no-binary",
-                "pycuda",
-                "--dest",
-                scratch,
-                f"pycuda=={PYCUDA}",
-            )
+            _pip("download", "--quiet", "--no-deps", "--no-binary", "pycuda", "--dest", scratch, f"pycuda=={PYCUDA}")
             (archive,) = Path(scratch).glob("*.tar.gz")
             shutil.unpack_archive(archive, scratch)
             (tree,) = (path for path in Path(scratch).iterdir() if path.is_dir())
@@ -69,9 +60,7 @@ def wheel() -> Path:
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true", help="install it into this Python")
     given = parser.parse_args()
     built = wheel()

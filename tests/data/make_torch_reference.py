@@ -146,8 +146,7 @@ CONVOLUTIONS: tuple[dict[str, int], ...] = (
     geometry(2, (3, 5), (3, 4, 5), (3, 3, 3)),
     geometry(2, (6, 4), (2, 3, 4), (2, 3, 1), stride=(1, 2, 3), padding=(0, 1, 0), output_padding=(0, 1, 2))
     | {"groups": 2},
-    geometry(1, (4, 8), (3, 2, 4), (3, 2, 2), stride=(2, 1, 2), padding=(2, 1, 0), dilation=(2, 3, 1))
-    | {"groups": 4},
+    geometry(1, (4, 8), (3, 2, 4), (3, 2, 2), stride=(2, 1, 2), padding=(2, 1, 0), dilation=(2, 3, 1)) | {"groups": 4},
     geometry(3, (2, 3), (2, 2, 3), (1, 1, 1), stride=(3, 2, 4), output_padding=(2, 0, 3)),
     geometry(1, (2, 2), (4, 3, 2), (2, 4, 3), stride=(1, 1, 2), output_padding=(1, 0, 1), dilation=(3, 1, 2)),
 )
@@ -197,16 +196,12 @@ def main() -> None:
             if problem.endswith("max-max-sum"):  # which has no output padding, and pools of 6 in all
                 numbers = {name: value for name, value in numbers.items() if "output_padding" not in name}
             tensors = tensors_for(problem, numbers, generator)
-            result = compute(
-                {name: torch.from_numpy(array).double() for name, array in tensors.items()}, numbers
-            )
+            result = compute({name: torch.from_numpy(array).double() for name, array in tensors.items()}, numbers)
             for name, array in tensors.items():
                 arrays[f"{len(index)}/tensor/{name}"] = array
             arrays[f"{len(index)}/result"] = result.numpy()
             index.append({"problem": problem, "numbers": numbers})
-    drawn = {
-        name: generator.standard_normal(shape).astype(np.float32) for name, shape in STEP_TENSORS.items()
-    }
+    drawn = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in STEP_TENSORS.items()}
     arrays |= {f"step tensor/{name}": array for name, array in drawn.items()}
     tensors64 = {name: torch.from_numpy(array).double() for name, array in drawn.items()}
     for op, (_, step) in STEPS.items():

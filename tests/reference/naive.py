@@ -87,9 +87,7 @@ def conv3d(
         for c, *tap in places((in_group, *taps)):
             source = [voxel[a] + tap[a] * dilation[a] - padding[a] for a in range(3)]
             if all(0 <= source[a] < x.shape[2 + a] for a in range(3)):
-                products.append(
-                    float(x[(n, o // out_group * in_group + c, *source)]) * float(weight[(o, c, *tap)])
-                )
+                products.append(float(x[(n, o // out_group * in_group + c, *source)]) * float(weight[(o, c, *tap)]))
         y[(n, o, *voxel)] = math.fsum(products)
     return y
 
@@ -136,12 +134,7 @@ def along(x: np.ndarray, axes: Sequence[int]) -> Iterator[list[Index]]:
 
 
 def normalize(
-    x: np.ndarray,
-    axes: Sequence[int],
-    groups: int,
-    eps: float,
-    weight: np.ndarray | None,
-    bias: np.ndarray | None,
+    x: np.ndarray, axes: Sequence[int], groups: int, eps: float, weight: np.ndarray | None, bias: np.ndarray | None
 ) -> np.ndarray:
     y = np.zeros(x.shape)
     for line in along(x, axes):
@@ -192,9 +185,7 @@ def pool(x: np.ndarray, function: str, window: Sequence[int]) -> np.ndarray:
     extents = [extent // size for extent, size in zip(x.shape[2:], window, strict=True)]
     y = np.zeros((*x.shape[:2], *extents))
     for n, c, *voxel in places(y.shape):
-        values = [
-            float(x[(n, c, *(voxel[a] * window[a] + tap[a] for a in range(3)))]) for tap in places(window)
-        ]
+        values = [float(x[(n, c, *(voxel[a] * window[a] + tap[a] for a in range(3)))]) for tap in places(window)]
         y[(n, c, *voxel)] = max(values) if function == "max" else math.fsum(values) / len(values)
     return y
 
