@@ -21,6 +21,7 @@ import dispatcher
 from dispatcher import cli
 from dispatcher.device import diagnosis
 from dispatcher.errors import BuildError, VerificationError
+from dispatcher.interface import Device
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -701,3 +702,14 @@ def test_with_a_closed_stderr_nothing_else_reaches_stdout() -> None:
     assert (ended.returncode, ended.stdout) == (2, b"")
     ended = subprocess.run([*command, "problems"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
     assert ended.returncode == 0 and CONV.encode() in ended.stdout
+
+
+def test_explain_says_what_was_rejected(run: Any, backend_device: Device) -> None:
+    if backend_device.backend == "numpy":
+        pytest.skip("the reference has one implementation")
+    words = ["explain", CONV, "--device", backend_device.id]
+    printed = run(*words).out
+    (launch,) = json.loads(run(*words, "--json").out)["launches"]
+    assert len(launch["rejected"]) >= (2 if backend_device.backend == "opencl" else 0)
+    for name, reason in launch["rejected"]:
+        assert f"{name}: {reason.split()[0]}" in printed

@@ -209,6 +209,8 @@ def _say_launch(number: int, launch: PlannedLaunch) -> None:
     ):
         if any(items):
             say(listing(f"     {label:<10} ", items))
+    for place, (name, reason) in enumerate(launch.rejected):
+        say(listing(f"     {'' if place else 'rejected':<10} ", [f"{name}: {reason}"]))
 
 
 # ---- verification ------------------------------------------------------------------------------------------
