@@ -16,6 +16,7 @@ from dispatcher.backends.opencl.tiles import (
     WINOGRAD_ROWS,
     Fold,
     LineLayout,
+    Resources,
     Tile,
     Wanted,
     device_class,
@@ -107,7 +108,9 @@ def test_the_best_tiles_of_random_geometries_cover_them(
         if rows > 1 and (axis_reason(geometry.depth) or axis_reason(geometry.height)):
             continue
         wanted = Wanted(rows=rows if rows > 1 else None)
-        ranked = ranked_tiles(geometry, None, 16, device_class(16), 800_000, 2, 4, winograd=rows > 1, wanted=wanted)
+        ranked = ranked_tiles(
+            geometry, None, Resources(device_class(16), 16, 4, 800_000, 2), winograd=rows > 1, wanted=wanted
+        )
         assert all(tile.rows == rows for _, tile in ranked)
         for _, tile in ranked[:3]:
             check_layout(LineLayout(geometry, None, tile))
@@ -162,12 +165,12 @@ def test_boxes_hold_whole_windows_and_whole_tiles() -> None:
     for rows, unit_d, unit_h in ((None, 3, 3), (2, 6, 6), (3, 6, 3)):
         wanted = Wanted(rows=rows)
         for _, tile in ranked_tiles(
-            geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=rows is not None, wanted=wanted
+            geometry, fold, Resources(device_class(16), 16, 4, 900_000, 2), winograd=rows is not None, wanted=wanted
         ):
             assert tile.box_d % unit_d == 0 and tile.box_h % unit_h == 0
     with pytest.raises(ValueError, match="box is 2x2; expected multiples of 6x6"):
         wanted = Wanted(box=(2, 2))
-        ranked_tiles(geometry, fold, 16, device_class(16), 900_000, 2, 4, winograd=True, wanted=wanted)
+        ranked_tiles(geometry, fold, Resources(device_class(16), 16, 4, 900_000, 2), winograd=True, wanted=wanted)
 
 
 def rows_of(channels: int, kernel: int, stride: int, groups: int = 1) -> tuple[int, ...]:

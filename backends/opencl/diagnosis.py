@@ -25,7 +25,7 @@ VARIABLES = {
     "PYOPENCL_CTX": "it is not used here; name a device with --device or DISPATCHER_DEVICE",
 }
 
-#: In an entry that is not used, but that nobody has to mend. The last is in the .icd files of Intel's wheel, whose
+#: In an entry that is not used, but that nobody has to fix. The last is in the .icd files of Intel's wheel, whose
 #: runtime is found without them.
 _HARMLESS = ("has the same name", "already names", "anaconda1anaconda2")
 _LOAD_LIMIT_S = 20.0

@@ -43,6 +43,7 @@ from dispatcher.backends.opencl.tiles import (
     WINOGRAD_CHANNELS,
     Fold,
     LineLayout,
+    Resources,
     Tile,
     Wanted,
     device_class,
@@ -84,10 +85,8 @@ def ranked(
     flat = None if options.line is None else options.line == "flat"
     rows = None if options.rows is None else int(options.rows)
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows)
-    device = device_class(facts.vec)
-    return ranked_tiles(
-        geometry, fold, vec, device, facts.cache, facts.compute_units, real.itemsize, winograd=winograd, wanted=wanted
-    )
+    resources = Resources(device_class(facts.vec), vec, real.itemsize, facts.cache, facts.compute_units)
+    return ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
 
 
 def no_transform(geometry: ConvGeometry) -> str | None:

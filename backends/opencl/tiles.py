@@ -300,6 +300,7 @@ class DeviceClass:
 
     Attributes:
         name: for people.
+        origin: where the numbers come from.
         vec: lanes of a vector of float.
         vector_load: cost of loading a vector from any address, in vector multiply-adds.
         broadcast: cost of loading one number into all lanes.
@@ -310,6 +311,7 @@ class DeviceClass:
     """
 
     name: str
+    origin: str
     vec: int
     vector_load: float
     broadcast: float
@@ -344,6 +346,7 @@ def device_classes() -> tuple[DeviceClass, ...]:
     return tuple(
         DeviceClass(
             entry["name"],
+            entry["origin"],
             entry["vec"],
             entry["vector_load"],
             entry["broadcast"],
@@ -457,27 +460,38 @@ def _boxes(
     ]
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a device offers to a launch.
+
+    Attributes:
+        device: its class.
+        vec: lanes of a vector of the type that is computed in.
+        itemsize: bytes of an element of that type.
+        cache_bytes: of a core, for the scratch of a worker.
+        units: compute units.
+    """
+
+    device: DeviceClass
+    vec: int
+    itemsize: int
+    cache_bytes: int
+    units: int
+
+
 def ranked_tiles(
-    geometry: ConvGeometry,
-    fold: Fold | None,
-    vec: int,
-    device: DeviceClass,
-    cache_bytes: int,
-    units: int,
-    itemsize: int,
-    *,
-    winograd: bool,
-    wanted: Wanted = Wanted(),
+    geometry: ConvGeometry, fold: Fold | None, resources: Resources, *, winograd: bool, wanted: Wanted = Wanted()
 ) -> list[tuple[float, Tile]]:
     """Legal tiles with their estimated work per image, least first.
 
-    Only boxes whose scratch fits ``cache_bytes``; the smallest box in any case, and a box that is asked for. Large
-    boxes pack less input twice, but a small batch may then leave some of the ``units`` compute units idle; the
+    Only boxes whose scratch fits the cache; the smallest box in any case, and a box that is asked for. Large
+    boxes pack less input twice, but a small batch may then leave some of the compute units idle; the
     time that they wait counts as work.
 
     Raises:
         InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
     """
+    device, vec = resources.device, resources.vec
     rows_choices: tuple[int, ...] = (1,)
     if winograd:
         rows_choices = winograd_rows(geometry) if wanted.rows is None else (wanted.rows,)
@@ -503,11 +517,11 @@ def ranked_tiles(
     ):
         tile = Tile(vec, *register_tile, *box, flat, rows)
         layout = LineLayout(geometry, fold, tile)
-        size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * itemsize
-        fits = size <= cache_bytes
+        size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
+        fits = size <= resources.cache_bytes
         if fits or smallest:
             items = layout.boxes[0] * layout.boxes[1]
-            cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), units)
+            cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
             preference = (rows, flat, number, size)
             ranked.append((cost if fits else 1.5 * cost, preference, tile))
     # Within the error of the estimates fewer rows at once win, which round less, then aligned rows, then the

@@ -65,7 +65,7 @@ def doctor(*, retest: bool = False) -> Diagnosis:
     working = tuple(device for device in found if device.kind != "reference" and _works(device))
     if not working:
         detail = "no accelerated device works; everything runs on NumPy"
-        findings.append(Finding("devices", "acceleration", "problem", detail, "mend one of the problems above"))
+        findings.append(Finding("devices", "acceleration", "problem", detail, "fix one of the problems above"))
     return Diagnosis(tuple(findings), tuple(found), working)
 
 
@@ -139,7 +139,7 @@ def _device(device: Device) -> Finding:
     if not device.available:
         return Finding("devices", subject, "problem" if tested else "note", device.reason or "not available")
     if not _works(device):
-        remedy = "mend what it says, then: dispatcher devices --retest"
+        remedy = "fix what it says, then: dispatcher devices --retest"
         return Finding("devices", subject, "problem", f"{device.name}: its self-test {tested}", remedy)
     speed = selftest.speed(device)
     measured = f", {speed:.3g} GFLOP/s in its self-test" if speed else ""
