@@ -67,8 +67,8 @@ STEPS: dict[str, tuple[dict[str, tuple[int, ...]], list[dict[str, Any]]]] = {
     "windows": (
         {"x": (1, 5, 4, 5, 11), "t": (5, 1)},
         [
-            {"op": "group_norm", "groups": 5},
             {"op": "add", "value": "t"},
+            {"op": "group_norm", "groups": 5},
             {"op": "max_pool3d", "window": [2, 2, 3]},
             {"op": "avg_pool3d", "window": [1, 2, 1]},
             {"op": "sum", "axis": ["channel", "width"]},
