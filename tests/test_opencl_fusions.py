@@ -321,3 +321,22 @@ def test_the_reason_of_a_rejection_says_what_is_missing() -> None:
     reasons = dict(choose(task)[1])
     assert reasons["lines-winograd"].startswith("fewer than 16 input channels a group")
     assert reasons["tiled"] == "the device is a CPU"
+
+
+@pytest.mark.parametrize("width", [64, 512, 1024, 4096])
+def test_an_outlier_at_the_start_of_a_row_spoils_no_variance(width: int) -> None:
+    operator = operator_of({"x": (1, 2, 2, 3, width)}, ["abs", {"op": "instance_norm"}])
+    tensors = tensors_of(operator)
+    tensors["x"][..., 0] += 1e4
+    _, found = checked_run(call_on(operator, tensors, DIRECT.device, {"fusion": "eager"}), tensors)
+    assert found.passed, found.reason
+
+
+@pytest.mark.parametrize("op", ["conv3d", "conv_transpose3d"])
+def test_taps_that_lie_far_apart_take_no_room_between_them(op: str) -> None:
+    far = 1 << 20
+    step = {"op": op, "weight": "w", "dilation": [far, 1, 1], "padding": [far, 0, 0]}
+    operator = operator_of({"x": (1, 2, 3, 4, 5), "w": (2, 2, 3, 1, 1)}, [step])
+    tensors = tensors_of(operator)
+    _, found = checked_run(call_on(operator, tensors, DIRECT.device, {}), tensors)
+    assert found.passed, found.reason

@@ -41,6 +41,11 @@ CHANNEL, SPATIAL = (1,), (2, 3, 4)
 LARGEST_BOX_UNIT = 12
 #: Phases of a convolution, each with weights and a table entry of its own; with more, most are holes.
 MOST_PHASES = 512
+#: Vectors of a row whose moments are taken around its first one. Where that is an outlier, the error of a variance grows
+#: with the square of their number.
+MOST_VECTORS = 32
+#: Inputs that the taps of an axis may lie apart at most in a layout of lines, which has room for all between them.
+MOST_REACH = 1 << 12
 #: A softmax of values in a range no wider than this needs no maximum: no exponential gets lost below the others.
 WIDEST_RANGE = 60.0
 EXP_BELOW = PointwiseForm("exp_below", "exp_v(x - a)", arguments=1)
@@ -211,8 +216,11 @@ class Group:
             return f"{self.steps[0].op} does not store row by row"
         if self.reduction is not None or isinstance(self.parts[0].step if self.parts else None, Reduce):
             return "the result is small"
-        if self.steps[-1].shape[4] < lanes:
+        width = self.steps[-1].shape[4]
+        if width < lanes:
             return "rows are shorter than a vector"
+        if wanted.kind == "moments" and width > MOST_VECTORS * lanes:
+            return f"deviations from the first of more than {MOST_VECTORS} vectors would cancel"
         return wanted
 
 
@@ -268,6 +276,9 @@ class LineRules(Rules):
         self.cache = cache
 
     def opens(self, step: ConvTranspose3d) -> str | None:
+        reach = max(high - low for low, high in (axis.offset_range for axis in step.geometry.axes))
+        if reach > MOST_REACH:
+            return f"taps that lie {reach} inputs apart leave lines empty"
         return _phases_reason(step)
 
     def precedes(self, step: Pointwise) -> str | None:
