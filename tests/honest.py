@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.numpy_ref import steps as reference_steps
-from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Step
+from dispatcher.ops.steps import Convolution, Pointwise, Step
 from dispatcher.problem.operator import Operator
 
 Tensors = Mapping[str, np.ndarray]
 StepFunction = Callable[..., np.ndarray]
 
 
-def conv_transpose3d(step: ConvTranspose3d, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
+def conv_transpose3d(step: Convolution, x: np.ndarray, w: np.ndarray, *bias: np.ndarray) -> np.ndarray:
     """In the arithmetic of its arguments."""
     return reference_steps.convolution(step, x, w, *bias)
 
@@ -28,11 +28,7 @@ def pointwise(step: Pointwise, x: np.ndarray, *arguments: Any) -> np.ndarray:
     return reference_steps.POINTWISE[step.function](x, *arguments)
 
 
-HONEST: dict[type[Step], StepFunction] = {
-    **reference_steps.TABLE,
-    ConvTranspose3d: conv_transpose3d,
-    Pointwise: pointwise,
-}
+HONEST: dict[type[Step], StepFunction] = {**reference_steps.TABLE, Convolution: conv_transpose3d, Pointwise: pointwise}
 
 
 def replaced(**functions: StepFunction) -> dict[type[Step], StepFunction]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.interface import Device, Tensors, Timings
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax
 from dispatcher.ops.vocabulary import MAXIMUM, MEAN
 from dispatcher.problem.operator import Operator
 from tests.fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, Behaviour, FakeBackend, FakeExecutable
@@ -252,7 +252,7 @@ def stepwise(**functions: StepFunction) -> Behaviour:
 
 def conv_of(change: Callable[[Array, Array], tuple[Array, Array]]) -> Behaviour:
     """A convolution whose input and weight are changed."""
-    return stepwise(ConvTranspose3d=lambda step, x, w, *bias: conv_transpose3d(step, *change(x, w), *bias))
+    return stepwise(Convolution=lambda step, x, w, *bias: conv_transpose3d(step, *change(x, w), *bias))
 
 
 def kept_bits(x: Array, bits: int) -> Array:
@@ -264,12 +264,12 @@ def kept_bits(x: Array, bits: int) -> Array:
     return np.where(np.isfinite(x), rounded, x)
 
 
-def tf32_conv(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
+def tf32_conv(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
     """Both factors have 10 bits."""
     return conv_transpose3d(step, kept_bits(x, 10), kept_bits(w, 10), *bias)
 
 
-def half_conv(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
+def half_conv(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
     """Every product is exact and every sum is rounded to float16."""
     y: Array = np.zeros((), np.float16)
     for channel in range(x.shape[1]):
@@ -279,7 +279,7 @@ def half_conv(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
     return sum(bias, y.astype(np.float32))
 
 
-def without_halo(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
+def without_halo(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
     """Two blocks along the depth, each of which sees its own half of the input alone."""
     middle = x.shape[2] // 2
     low, high = x.copy(), x.copy()
@@ -291,7 +291,7 @@ def without_halo(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Arr
     return y
 
 
-def without_last_channel(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
+def without_last_channel(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
     """The last input channel of each group is left out."""
     in_group = step.geometry.in_channels // step.geometry.groups
     kept = w.copy()
@@ -299,7 +299,7 @@ def without_last_channel(step: ConvTranspose3d, x: Array, w: Array, *bias: Array
     return conv_transpose3d(step, x, kept, *bias)
 
 
-def scaled_by_largest(step: ConvTranspose3d, x: Array, w: Array, *bias: Array) -> Array:
+def scaled_by_largest(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
     """The input is divided by its largest magnitude, which may be flushed to zero."""
     largest = np.abs(x).max()
     largest = largest if largest >= np.finfo(np.float32).tiny else np.float32(0)
@@ -490,8 +490,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nan_spreads": Mutant("a NaN spoils its neighbour in a tile", (on(CONV, "one_nan"),), spoiled(spread_nan)),
     # the convolution
-    "tf32": Mutant("TF32 passed off as fp32", ALL, stepwise(ConvTranspose3d=tf32_conv)),
-    "half_sums": Mutant("sums are kept in float16", PAIR, stepwise(ConvTranspose3d=half_conv)),
+    "tf32": Mutant("TF32 passed off as fp32", ALL, stepwise(Convolution=tf32_conv)),
+    "half_sums": Mutant("sums are kept in float16", PAIR, stepwise(Convolution=half_conv)),
     "bfloat16_weights": Mutant("weights are rounded to bfloat16", PAIR, conv_of(lambda x, w: (x, kept_bits(w, 7)))),
     "fixed_point": Mutant(
         "the input is rounded to a fixed point, 24 bits wide", (on(CONV, "graded"),), conv_of(fixed_point)
@@ -499,21 +499,21 @@ MUTANTS: dict[str, Mutant] = {
     "flipped_kernel": Mutant(
         "the kernel is flipped", PAIR, conv_of(lambda x, w: (x, np.ascontiguousarray(w[:, :, ::-1, ::-1, ::-1])))
     ),
-    "missing_halo": Mutant("blocks do not see each other's input", ALL, stepwise(ConvTranspose3d=without_halo)),
+    "missing_halo": Mutant("blocks do not see each other's input", ALL, stepwise(Convolution=without_halo)),
     "dropped_k_chunk": Mutant(
         "the last input channel is left out",
         (*ALL, on(CONV, "integers"), on(MAXMAX, "integers")),
-        stepwise(ConvTranspose3d=without_last_channel),
+        stepwise(Convolution=without_last_channel),
     ),
     "missing_bias": Mutant(
         "the bias is left out",
         (on(MAXMAX),),
-        stepwise(ConvTranspose3d=lambda step, x, w, *bias: conv_transpose3d(step, x, w)),
+        stepwise(Convolution=lambda step, x, w, *bias: conv_transpose3d(step, x, w)),
     ),
     "scaled_by_largest": Mutant(
         "the input is divided by its largest magnitude, flushed to zero",
         tuple(on(t.problem, "denormal") for t in PAIR),
-        stepwise(ConvTranspose3d=scaled_by_largest),
+        stepwise(Convolution=scaled_by_largest),
     ),
     # normalisation and activation
     "norm_over_width": Mutant("layer norm over the width", NORMS, stepwise(Normalize=norm_over_width)),

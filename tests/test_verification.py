@@ -290,7 +290,7 @@ def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
     honest = np.abs(compute(operator, tensors) - values)
     assert (honest < bounds).all() and honest.max() < 3e-5 and bounds.max() < 1e-3
     assert bounds.max() > 4 * bounds.min()  # corners have few taps
-    wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
+    wrong = compute(operator, tensors, replaced(Convolution=tf32_conv))
     assert not verify_result(operator, tensors, wrong).passed
 
 
@@ -327,12 +327,12 @@ def test_tf32_passes_where_it_is_asked_for() -> None:
     problem = load_problem(LAYERNORM)
     operator = bind_arguments(problem, sort_arguments(problem, {**SIZES, "scaling_factor": 1.0}), precision="tf32")
     tensors = random_tensors(operator, 0)
-    wrong = compute(operator, tensors, replaced(ConvTranspose3d=tf32_conv))
+    wrong = compute(operator, tensors, replaced(Convolution=tf32_conv))
     assert verify_result(operator, tensors, wrong).passed
     coarser = compute(
         operator,
         tensors,
-        replaced(ConvTranspose3d=lambda step, x, w: conv_transpose3d(step, x, np.round(w * 32) / np.float32(32))),
+        replaced(Convolution=lambda step, x, w: conv_transpose3d(step, x, np.round(w * 32) / np.float32(32))),
     )
     assert not verify_result(operator, tensors, coarser).passed
 
@@ -341,7 +341,7 @@ def test_half_precision_summed_in_half_precision_fails() -> None:
     operator = operator_for(CONV, "float16", in_channels=64)
     tensors = random_tensors(operator, 0)
     assert verify_result(operator, tensors, compute(operator, tensors)).passed
-    wrong = compute(operator, tensors, replaced(ConvTranspose3d=half_conv))
+    wrong = compute(operator, tensors, replaced(Convolution=half_conv))
     assert not verify_result(operator, tensors, wrong).passed
 
 

@@ -17,7 +17,7 @@ from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.userkernel import load_kernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, LoadedKernel, Roofline
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -150,7 +150,7 @@ def _opened(device: Device) -> tuple[driver.Context, toolkit.Toolkit]:
 
 def _no_kernel(step: Step) -> str | None:
     """Why no kernel of the cuda backend can compute a step of this kind, or None."""
-    if not isinstance(step, ConvTranspose3d | Pointwise | Normalize | Softmax | Pool | Reduce):
+    if not isinstance(step, Convolution | Pointwise | Normalize | Softmax | Pool | Reduce):
         return f"{step.op}: the cuda backend has no kernel for {type(step).__name__} steps"
     if isinstance(step, Pointwise | Pool | Reduce):
         missing = unknown(step.form)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dispatcher.backends.cuda.sources import MAX_STAGES, keeps, refuses
 from dispatcher.backends.cuda.tiles import MAX_BLOCK_N
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
 
 #: Most phases that one block works through.
 MAX_FOLDED_PHASES = 512
@@ -87,7 +87,7 @@ def _append(epilogue: Epilogue, step: Step, resident: bool) -> Epilogue | str:
     return replace(epilogue, **grown)
 
 
-def _whole_rows(convolution: ConvTranspose3d) -> str | None:
+def _whole_rows(convolution: Convolution) -> str | None:
     """None when one block holds all channels of a voxel."""
     geometry = convolution.geometry
     if geometry.groups > 1:
@@ -97,7 +97,7 @@ def _whole_rows(convolution: ConvTranspose3d) -> str | None:
     return None
 
 
-def extend(epilogue: Epilogue, convolution: ConvTranspose3d, step: Step, resident: bool) -> Epilogue | str:
+def extend(epilogue: Epilogue, convolution: Convolution, step: Step, resident: bool) -> Epilogue | str:
     """``epilogue`` with ``step`` after it, or the reason why it does not fit.
 
     Args:
@@ -127,7 +127,7 @@ def extend(epilogue: Epilogue, convolution: ConvTranspose3d, step: Step, residen
     return f"{step.op} is a kernel of its own"
 
 
-def _pool(epilogue: Epilogue, convolution: ConvTranspose3d, step: Pool, resident: bool) -> Epilogue | str:
+def _pool(epilogue: Epilogue, convolution: Convolution, step: Pool, resident: bool) -> Epilogue | str:
     if epilogue.softmax:
         return "pooling does not follow a softmax in one launch"
     if epilogue.fold is not None:

@@ -19,7 +19,7 @@ from dispatcher.backends.cuda.layouts import structure
 from dispatcher.backends.cuda.sources import Source, broadcast_strides, fill
 from dispatcher.backends.cuda.toolkit import Kernel
 from dispatcher.interface import PlannedLaunch
-from dispatcher.ops.steps import ConvTranspose3d, Shape, TensorOperand
+from dispatcher.ops.steps import Convolution, Shape, TensorOperand
 from dispatcher.problem.operator import Operator
 
 MAX_GRID = 2**31 - 1
@@ -148,7 +148,7 @@ class Program:
         kinds = {"STORAGE": self.operator.dtype, "COMPUTE": self.compute, "INPUT": x, "OUTPUT": y}
         return {name: _C_TYPES[dtype] for name, dtype in kinds.items()}
 
-    def pack(self, convolution: ConvTranspose3d, order: NDArray[np.int32], use_tf32: bool) -> Reference:
+    def pack(self, convolution: Convolution, order: NDArray[np.int32], use_tf32: bool) -> Reference:
         """A convolution's weights in another order, given as places in the contraction's."""
         tensor = convolution.weight.name
         order = convolution.caller_order(order) if order.size else np.full(1, -1, np.int32)

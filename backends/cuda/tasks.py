@@ -17,7 +17,7 @@ from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import MAX_RIDERS, refuses
 from dispatcher.backends.cuda.tiles import FMA_VOXELS, HaloTask, HaloTile, Triple, halo_tile
 from dispatcher.errors import InputError
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 
 
@@ -135,7 +135,7 @@ class ChainTask(_Ahead):
 
     def extended(self, index: int) -> Task | str:
         step = self.setting.operator.steps[index]
-        if isinstance(step, ConvTranspose3d):
+        if isinstance(step, Convolution):
             return self.before(index)
         if isinstance(step, Pool):
             prologue = prologues.describe((*self.steps, step))
@@ -159,7 +159,7 @@ class PoolTask(_Ahead):
 
     def extended(self, index: int) -> Task | str:
         step = self.setting.operator.steps[index]
-        return self.before(index) if isinstance(step, ConvTranspose3d) else super().extended(index)
+        return self.before(index) if isinstance(step, Convolution) else super().extended(index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,10 +208,10 @@ class ConvTask(Task):
         return replace(task, refusal=_refuses_halo(task))
 
     @property
-    def step(self) -> ConvTranspose3d:
+    def step(self) -> Convolution:
         """The convolution."""
         step = self.setting.operator.steps[self.convolution]
-        assert isinstance(step, ConvTranspose3d)
+        assert isinstance(step, Convolution)
         return step
 
     def extended(self, index: int) -> Task | str:
@@ -328,7 +328,7 @@ def padding(channels: int) -> float:
 def opened(setting: Setting, index: int) -> Task:
     """The task of step ``index`` alone."""
     match setting.operator.steps[index]:
-        case ConvTranspose3d():
+        case Convolution():
             return ConvTask.of(setting, index)
         case Pool():
             return PoolTask(setting, index, index, index)

@@ -20,7 +20,7 @@ from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.tasks import Setting, Target
 from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, estimates
 from dispatcher.errors import InputError
-from dispatcher.ops.steps import ConvTranspose3d, ScalarOperand, Shape, Step
+from dispatcher.ops.steps import Convolution, ScalarOperand, Shape, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.winners import store, stored
 
@@ -60,7 +60,7 @@ def candidates(operator: Operator, target: Target) -> list[dict[str, str]]:
         return []
     found = {_launches(lower(operator, target, Options())): {"tuned": "ignore"}}
     ahead = any(
-        isinstance(step, ConvTranspose3d) and not isinstance(before, ConvTranspose3d)
+        isinstance(step, Convolution) and not isinstance(before, Convolution)
         for before, step in pairwise(operator.steps)
     )
     for prologue in ("fused", "separate") if ahead else ("auto",):

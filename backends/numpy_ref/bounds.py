@@ -24,7 +24,7 @@ from dispatcher.backends.numpy_ref import steps as reference
 from dispatcher.backends.numpy_ref.backend import Meter, chunks, for_each_chunk, output_chunk, walk
 from dispatcher.backends.numpy_ref.steps import Array, Progress
 from dispatcher.interface import Tensors
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 
 
@@ -108,7 +108,7 @@ class _Rules:
         self.arithmetic = arithmetic
         self.advance = advance
         self.table: dict[type[Step], Callable[..., Array]] = {
-            ConvTranspose3d: self.convolution,
+            Convolution: self.convolution,
             Pointwise: self.pointwise,
             Normalize: self.normalize,
             Softmax: self.softmax,
@@ -134,7 +134,7 @@ class _Rules:
         # An infinite or undefined value has no error: it is met exactly or not at all.
         return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
 
-    def convolution(self, step: ConvTranspose3d, x: Bounded, y: Array, weight: Bounded, *bias: Bounded) -> Array:
+    def convolution(self, step: Convolution, x: Bounded, y: Array, weight: Bounded, *bias: Bounded) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
         # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
@@ -165,7 +165,7 @@ class _Rules:
             error += term.error
         return error
 
-    def squares(self, step: ConvTranspose3d, x_squared: Array, weight: Array) -> Array:
+    def squares(self, step: Convolution, x_squared: Array, weight: Array) -> Array:
         """The convolution of two squared arrays, accurate to a few digits."""
         scale_x, scale_w = _magnitude(x_squared), _magnitude(np.abs(weight))
         dtype = self.arithmetic.squares

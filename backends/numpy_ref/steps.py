@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dispatcher.ops.geometry import AxisGeometry
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 
 Array = NDArray[np.float64]
 Progress = Callable[[float], None]
@@ -41,7 +41,7 @@ def reached(axis: AxisGeometry, tap: int, start: int, stop: int) -> tuple[slice,
 
 
 def conv_transpose3d(
-    step: ConvTranspose3d,
+    step: Convolution,
     x: NDArray[Any],
     weight: NDArray[Any],
     bias: NDArray[Any] | None = None,
@@ -90,7 +90,7 @@ def conv_transpose3d(
 
 
 def conv3d(
-    step: ConvTranspose3d,
+    step: Convolution,
     x: NDArray[Any],
     weight: NDArray[Any],
     bias: NDArray[Any] | None = None,
@@ -121,7 +121,7 @@ def conv3d(
     return y if bias is None else y + bias
 
 
-def convolution(step: ConvTranspose3d, *arguments: Any, advance: Progress | None = None) -> NDArray[Any]:
+def convolution(step: Convolution, *arguments: Any, advance: Progress | None = None) -> NDArray[Any]:
     """The convolution that ``step`` is, transposed or ordinary; the arguments are those of either."""
     return (conv_transpose3d if step.transposed else conv3d)(step, *arguments, advance=advance)
 
@@ -346,7 +346,7 @@ def reduce(step: Reduce, x: Array) -> Array:
 # ---- the table ---------------------------------------------------------------------------------------------
 #: Class of a step to the function that computes it from the step, its source and its operands.
 TABLE: dict[type[Step], Callable[..., Array]] = {
-    ConvTranspose3d: convolution,
+    Convolution: convolution,
     Pointwise: pointwise,
     Normalize: normalize,
     Softmax: softmax,
@@ -364,6 +364,6 @@ def apply(step: Step, x: Array, operands: Sequence[Any], advance: Progress | Non
         operands: the values of ``step.operands``, in that order.
         advance: told, from time to time, which further fraction of a convolution is done.
     """
-    if isinstance(step, ConvTranspose3d):
+    if isinstance(step, Convolution):
         return convolution(step, x, *operands, advance=advance)
     return TABLE[type(step)](step, x, *operands)

@@ -12,7 +12,7 @@ from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyo
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, first_line
 from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, Softmax, Step
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -134,7 +134,7 @@ class OpenClBackend:
 
 def _no_form(step: Step) -> str | None:
     """None when this backend has kernels for ``step``, else why not."""
-    if not isinstance(step, ConvTranspose3d | Pointwise | Normalize | Softmax | Pool | Reduce):
+    if not isinstance(step, Convolution | Pointwise | Normalize | Softmax | Pool | Reduce):
         return f"backend opencl has no kernel for {step.op} ({type(step).__name__})"
     if isinstance(step, Pool) and step.form.shifted:
         return f"backend opencl has no pooling for {step.op}, whose maximum is subtracted first"

@@ -22,7 +22,7 @@ from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.target import Target
 from dispatcher.errors import DeviceMemoryError, KernelError
 from dispatcher.interface import PlannedLaunch, Tensors, Timings
-from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.ops.steps import Convolution
 from dispatcher.problem.operator import Operator
 
 #: Neighbouring elements that a CPU's work-item converts between 16-bit and 32-bit floats; other devices' convert one.
@@ -32,7 +32,7 @@ HALF_RUN = 1024
 def launches_of(runtime: OpenClRuntime, operator: Operator, options: Options) -> list[Launch]:
     """The launches of an operator on a device, built."""
     target = Target(runtime.facts, limits_of(runtime), runtime.identity)
-    refused: list[ConvTranspose3d] = []
+    refused: list[Convolution] = []
     while True:
         launches: list[Launch] = []
         for task in tasks_of(operator, target, options, refused):

@@ -23,7 +23,7 @@ from dispatcher.backends.opencl.render import combinable, in_operands
 from dispatcher.backends.opencl.tiles import Fold, box_unit
 from dispatcher.ops.forms import SUM, PointwiseForm, ReductionForm
 from dispatcher.ops.steps import (
-    ConvTranspose3d,
+    Convolution,
     Normalize,
     Pointwise,
     Pool,
@@ -41,8 +41,8 @@ CHANNEL, SPATIAL = (1,), (2, 3, 4)
 LARGEST_BOX_UNIT = 12
 #: Phases of a convolution, each with weights and a table entry of its own; with more, most are holes.
 MOST_PHASES = 512
-#: Vectors of a row whose moments are taken around its first one. Where that is an outlier, the error of a variance grows
-#: with the square of their number.
+#: Vectors of a row whose moments are taken around its first one. Where that one is an outlier, the error of a variance
+#: grows with the square of their number.
 MOST_VECTORS = 32
 #: Inputs that the taps of an axis may lie apart at most in a layout of lines, which has room for all between them.
 MOST_REACH = 1 << 12
@@ -114,7 +114,7 @@ class Group:
             reason = self._join_tail(step)
             assert reason is None, reason
         else:
-            if isinstance(step, ConvTranspose3d):
+            if isinstance(step, Convolution):
                 self.declined = rules.opens(step)
             self.parts.append(Part(step))
 
@@ -135,10 +135,10 @@ class Group:
         return self.last + 1
 
     @property
-    def convolution(self) -> ConvTranspose3d | None:
+    def convolution(self) -> Convolution | None:
         """The convolution that its parts begin with."""
         step = self.parts[0].step if self.parts else None
-        return step if isinstance(step, ConvTranspose3d) else None
+        return step if isinstance(step, Convolution) else None
 
     @property
     def tail(self) -> list[Pointwise]:
@@ -163,7 +163,7 @@ class Group:
         if isinstance(step, Pointwise):
             return self._join_tail(step)
         if not self.parts:
-            if not isinstance(step, ConvTranspose3d):
+            if not isinstance(step, Convolution):
                 return f"{step.op} is not pointwise"
             reason = self.rules.opens(step) or self._prologue_reason()
         elif self.convolution is None:
@@ -211,7 +211,7 @@ class Group:
         if self.rules.cache is None:
             return "work-groups do not store whole rows"
         if self.declined is not None or (
-            self.parts and not isinstance(self.parts[0].step, ConvTranspose3d | Pool) and self.given is None
+            self.parts and not isinstance(self.parts[0].step, Convolution | Pool) and self.given is None
         ):
             return f"{self.steps[0].op} does not store row by row"
         if self.reduction is not None or isinstance(self.parts[0].step if self.parts else None, Reduce):
@@ -243,7 +243,7 @@ class Rules:
     forbids: str | None = None
     cache: int | None = None
 
-    def opens(self, step: ConvTranspose3d) -> str | None:
+    def opens(self, step: Convolution) -> str | None:
         """None when a kernel of these rules can run the convolution, else why it is gathered by element."""
         return "every result is computed by itself"
 
@@ -261,7 +261,7 @@ class Unfused(Rules):
 
     forbids = "fusion off was asked for"
 
-    def opens(self, step: ConvTranspose3d) -> str | None:
+    def opens(self, step: Convolution) -> str | None:
         return _phases_reason(step)
 
 
@@ -275,7 +275,7 @@ class LineRules(Rules):
     def __init__(self, cache: int | None = 0) -> None:
         self.cache = cache
 
-    def opens(self, step: ConvTranspose3d) -> str | None:
+    def opens(self, step: Convolution) -> str | None:
         reach = max(high - low for low, high in (axis.offset_range for axis in step.geometry.axes))
         if reach > MOST_REACH:
             return f"taps that lie {reach} inputs apart leave lines empty"
@@ -306,7 +306,7 @@ class LineRules(Rules):
         return None
 
 
-def _phases_reason(step: ConvTranspose3d) -> str | None:
+def _phases_reason(step: Convolution) -> str | None:
     phases = math.prod(axis.stride for axis in step.geometry.axes)
     return f"more than {MOST_PHASES} phases" if phases > MOST_PHASES else None
 

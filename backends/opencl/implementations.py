@@ -17,7 +17,7 @@ from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.steps import lower_gather, lower_step
 from dispatcher.backends.opencl.target import Target
 from dispatcher.backends.opencl.tiles import Tile
-from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.ops.steps import Convolution
 from dispatcher.problem.operator import Operator
 
 
@@ -209,7 +209,7 @@ def choose(task: Task) -> tuple[Implementation, tuple[tuple[str, str], ...]]:
     return best, tuple(rejected)
 
 
-def rules_of(target: Target, options: Options, itemsize: int, refused: list[ConvTranspose3d]) -> Rules:
+def rules_of(target: Target, options: Options, itemsize: int, refused: list[Convolution]) -> Rules:
     """What fuses under ``options``."""
     if options.fusion == "off":
         return Unfused()
@@ -222,7 +222,7 @@ def rules_of(target: Target, options: Options, itemsize: int, refused: list[Conv
     return LineRules(0 if options.fusion == "eager" else target.facts.cache)
 
 
-def tasks_of(operator: Operator, target: Target, options: Options, refused: list[ConvTranspose3d]) -> list[Task]:
+def tasks_of(operator: Operator, target: Target, options: Options, refused: list[Convolution]) -> list[Task]:
     """What an operator takes, in order.
 
     Args:

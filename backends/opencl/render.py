@@ -11,15 +11,7 @@ from importlib.resources import files
 from typing import TypeGuard
 
 from dispatcher.ops.forms import Monoid, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import (
-    ConvTranspose3d,
-    Normalize,
-    Operand,
-    Pointwise,
-    ScalarOperand,
-    TensorOperand,
-    ValueOperand,
-)
+from dispatcher.ops.steps import Convolution, Normalize, Operand, Pointwise, ScalarOperand, TensorOperand, ValueOperand
 
 
 @cache
@@ -173,7 +165,7 @@ class KernelOperands:
             text += f"x = x + {self.expression(step.bias, site)}; "
         return text
 
-    def bias(self, step: ConvTranspose3d, channel: str = "c") -> str:
+    def bias(self, step: Convolution, channel: str = "c") -> str:
         """Statements that apply a convolution's bias to ``x``."""
         return "" if step.bias is None else f"x = x + {self.expression(step.bias, Site(channel))}; "
 

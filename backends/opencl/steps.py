@@ -21,7 +21,7 @@ from dispatcher.backends.opencl.render import (
     tail_macro,
 )
 from dispatcher.backends.opencl.target import Target, round_up
-from dispatcher.ops.steps import ConvTranspose3d, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
 #: Widest pooling window that is folded in vectors; a wider one is folded one element at a time.
 VECTOR_WINDOW = 64
@@ -321,7 +321,7 @@ def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], 
     return StepSource(kernel, text, operands, math.prod(extents[i] for i in kept))
 
 
-def gather_source(step: ConvTranspose3d, riders: Sequence[Pointwise], real: str) -> StepSource:
+def gather_source(step: Convolution, riders: Sequence[Pointwise], real: str) -> StepSource:
     """The gather kernel of a convolution with the pointwise steps that ride on its store."""
     operands = KernelOperands()
     g = step.geometry

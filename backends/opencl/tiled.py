@@ -25,7 +25,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import TILE_STAGES, render_stages
 from dispatcher.backends.opencl.target import Limits, Target, power_above, round_up
 from dispatcher.ops.geometry import ConvGeometry
-from dispatcher.ops.steps import ConvTranspose3d, Pointwise, Pool, Step
+from dispatcher.ops.steps import Convolution, Pointwise, Pool, Step
 
 SOURCE = "conv_transpose3d_tiled.cl"
 KERNEL = "conv_transpose3d_tiled"
@@ -310,10 +310,10 @@ class TiledRules(Rules):
         refused: convolutions for which the device has turned out to launch no tile.
     """
 
-    def __init__(self, limits: Limits, itemsize: int, refused: Collection[ConvTranspose3d] = ()) -> None:
+    def __init__(self, limits: Limits, itemsize: int, refused: Collection[Convolution] = ()) -> None:
         self._limits, self._itemsize, self._refused = limits, itemsize, refused
 
-    def opens(self, step: ConvTranspose3d) -> str | None:
+    def opens(self, step: Convolution) -> str | None:
         fits = step not in self._refused and self._fits(Task(step.geometry, False, False, self._itemsize))
         return None if fits else "the device can launch no tile of the tiled kernel"
 

@@ -11,7 +11,7 @@ from typing import Any
 from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import Device, PlannedLaunch, device_dict
 from dispatcher.ops.geometry import AxisGeometry
-from dispatcher.ops.steps import ConvTranspose3d
+from dispatcher.ops.steps import Convolution
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
@@ -46,9 +46,11 @@ class ConvolutionPlan:
 
     Attributes:
         input_shape: ``(N, IC, ID, IH, IW)``.
-        weight_shape: ``(IC, OC/groups, KD, KH, KW)``.
+        weight_shape: of the caller's tensor, ``(IC, OC/groups, KD, KH, KW)``; of an ordinary convolution
+            ``(OC, IC/groups, KD, KH, KW)``.
         output_shape: ``(N, OC, OD, OH, OW)``.
         axes: depth, height, width.
+        padding: along each of them, as the caller gives it.
         groups: independent groups of channels.
         flops: floating-point operations.
         phase_groups: its phases; empty ones are left out, and all of them when a stride is above
@@ -59,6 +61,7 @@ class ConvolutionPlan:
     weight_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     axes: tuple[AxisGeometry, AxisGeometry, AxisGeometry]
+    padding: tuple[int, ...]
     groups: int
     flops: int
     phase_groups: tuple[PhaseGroup, ...]
@@ -100,7 +103,7 @@ def explain_choice(operator: Operator, choice: Choice) -> Explanation:
     return Explanation(operator, choice.device, choice.skipped, plans, launches)
 
 
-def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
+def _convolution_plan(step: Convolution) -> ConvolutionPlan:
     geometry = step.geometry
     listed = all(axis.stride <= MAX_STRIDE for axis in geometry.axes)
     # Phases of an axis that have the same number of outputs and taps, and how many there are of each kind.
@@ -116,13 +119,17 @@ def _convolution_plan(step: ConvTranspose3d) -> ConvolutionPlan:
         PhaseGroup(phases, taps, gemm_m, out_group, in_group * math.prod(taps))
         for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
     )
-    shapes = geometry.input_shape, geometry.weight_shape, geometry.output_shape
-    return ConvolutionPlan(*shapes, geometry.axes, geometry.groups, geometry.flops, phase_groups)
+    shapes = geometry.input_shape, step.weight.shape, geometry.output_shape
+    padding = tuple(axis.padding if step.transposed else axis.around for axis in geometry.axes)
+    return ConvolutionPlan(*shapes, geometry.axes, padding, geometry.groups, geometry.flops, phase_groups)
 
 
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
         **picked(plan, "input_shape", "weight_shape", "output_shape", "groups", "flops"),
-        "axes": [picked(axis, *_AXIS_KEYS) for axis in plan.axes],
+        "axes": [
+            {**picked(axis, *_AXIS_KEYS), "padding": padding}
+            for axis, padding in zip(plan.axes, plan.padding, strict=True)
+        ],
         "phase_groups": [picked(group, *vars(group)) for group in plan.phase_groups],
     }

@@ -18,16 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
-from dispatcher.ops.steps import (
-    ConvTranspose3d,
-    Normalize,
-    Pointwise,
-    Pool,
-    Reduce,
-    ScalarOperand,
-    Softmax,
-    TensorOperand,
-)
+from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
 from dispatcher.problem.operator import Operator
 
 Role = Literal["data", "weight", "factor", "term"]
@@ -72,7 +63,7 @@ def _exact(operator: Operator) -> bool:
     """Are all sums and means of small integers exact, in whatever order they are taken?"""
     for step in operator.steps:
         match step:
-            case ConvTranspose3d():
+            case Convolution():
                 continue
             case Pool() | Reduce() if step.form.integral:
                 continue
@@ -209,7 +200,7 @@ def _uses(operator: Operator) -> dict[str, _Use]:
     for step in operator.steps:
         deviation = deviations[step.source]
         match step:
-            case ConvTranspose3d():
+            case Convolution():
                 geometry = step.geometry
                 strides = math.prod(axis.stride for axis in geometry.axes)
                 in_group = geometry.in_channels // geometry.groups
@@ -224,7 +215,7 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                         uses.setdefault(operand.name, _Use(step.form.role, spread))
             case Pool(function="mean"):
                 deviation /= math.sqrt(math.prod(step.window))
-        if isinstance(step, ConvTranspose3d | Normalize):
+        if isinstance(step, Convolution | Normalize):
             deviation = 1.0
             if step.bias is not None:
                 uses.setdefault(step.bias.name, _Use("term", 0.5))

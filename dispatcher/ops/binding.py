@@ -12,7 +12,7 @@ from dispatcher.ops.forms import PointwiseForm, ReductionForm
 from dispatcher.ops.geometry import SPATIAL_AXES, AxisGeometry, ConvGeometry
 from dispatcher.ops.steps import (
     AXES,
-    ConvTranspose3d,
+    Convolution,
     Normalize,
     Operand,
     Pointwise,
@@ -211,7 +211,7 @@ def _convolution(binding: Binding, out_channels: int, axes: Sequence[AxisGeometr
         binding.input_shape[0], binding.input_shape[1], out_channels, binding["groups"], axes[0], axes[1], axes[2]
     )
     binding.append(
-        ConvTranspose3d(
+        Convolution(
             **binding.base(geometry.output_shape),
             geometry=geometry,
             weight=binding["weight"],

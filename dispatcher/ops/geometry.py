@@ -110,6 +110,11 @@ class AxisGeometry:
         return cls(name, extent, kernel, padding=reach - padding, dilation=dilation)
 
     @property
+    def around(self) -> int:
+        """Padding of the ordinary convolution that this axis is at stride 1; see :meth:`ordinary`."""
+        return self.dilation * (self.kernel - 1) - self.padding
+
+    @property
     def output(self) -> int:
         """Output extent."""
         return (

@@ -88,7 +88,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class ConvTranspose3d(Step):
+class Convolution(Step):
     """A convolution, transposed or ordinary, as a windowed contraction; optional bias ``(OC,)``.
 
     Attributes:

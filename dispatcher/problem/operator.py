@@ -13,7 +13,7 @@ import numpy as np
 from dispatcher.errors import DtypeError, InputError
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
-    ConvTranspose3d,
+    Convolution,
     Normalize,
     Operand,
     Reduce,
@@ -70,9 +70,9 @@ class Operator:
         return (self.steps, self.source, tuple(self.tensor_shapes.items()), self.dtype, self.precision)
 
     @property
-    def convolutions(self) -> tuple[ConvTranspose3d, ...]:
+    def convolutions(self) -> tuple[Convolution, ...]:
         """The convolution steps, in order."""
-        return tuple(step for step in self.steps if isinstance(step, ConvTranspose3d))
+        return tuple(step for step in self.steps if isinstance(step, Convolution))
 
     @property
     def flops(self) -> int:

@@ -120,6 +120,8 @@ def say_run(run: TimedRun, comparison: Comparison | None, more: Mapping[str, Any
     say(entry("speed", f"{run.gflops:.4g} GFLOP/s"))
     if comparison is None:
         say(entry("verified", "no: left out"))
+    elif run.operator.empty:
+        say(entry("verified", "no: the result is empty"))
     else:
         say(entry("verified", f"{'yes' if comparison.passed else 'NO'}: {_errors(comparison)}"))
     if more["output"] is not None:
@@ -180,9 +182,9 @@ def _say_convolution(plan: ConvolutionPlan) -> None:
     shapes = f"{plan.input_shape} * {plan.weight_shape} -> {plan.output_shape}"
     say("\n" + listing("convolution ", [shapes]))
     rows = [
-        (axis.name, *map(str, (axis.input, axis.kernel, axis.stride, axis.padding, axis.output_padding)),
+        (axis.name, *map(str, (axis.input, axis.kernel, axis.stride, padding, axis.output_padding)),
          *map(str, (axis.dilation, axis.output)))
-        for axis in plan.axes
+        for axis, padding in zip(plan.axes, plan.padding, strict=True)
     ]  # fmt: skip
     headers = ("AXIS", "INPUT", "KERNEL", "STRIDE", "PADDING", "OUTPUT PADDING", "DILATION", "OUTPUT")
     say(table(headers, rows))

@@ -22,7 +22,7 @@ from dispatcher import registry
 from dispatcher.errors import DispatcherError, InputError
 from dispatcher.interface import Tensors, Timings
 from dispatcher.ops.steps import (
-    ConvTranspose3d,
+    Convolution,
     Normalize,
     Operand,
     Pointwise,
@@ -182,7 +182,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any
         return None if operand is None else constant(operand).flatten()
 
     match step:
-        case ConvTranspose3d(geometry=geometry, transposed=transposed):
+        case Convolution(geometry=geometry, transposed=transposed):
             weight, bias, groups = constant(step.weight), channels(step.bias), geometry.groups
             strides, padding, output_padding, dilation = (
                 tuple(getattr(axis, name) for axis in geometry.axes)
@@ -190,7 +190,7 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any
             )
             if transposed:
                 return lambda x: F.conv_transpose3d(x, weight, bias, strides, padding, output_padding, groups, dilation)
-            around = tuple(axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes)
+            around = tuple(axis.around for axis in geometry.axes)
             return lambda x: F.conv3d(x, weight, bias, 1, around, dilation, groups)
         case Pointwise(form=form) if form.torch:
             return dotted(form.torch)
@@ -260,7 +260,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
     for step in operator.steps:
         value = values[step.source]
         match step:
-            case ConvTranspose3d(geometry=geometry, transposed=transposed):
+            case Convolution(geometry=geometry, transposed=transposed):
                 padding = [axis.padding for axis in geometry.axes]
                 attributes = {
                     "kernel_shape": [axis.kernel for axis in geometry.axes],
@@ -271,7 +271,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
                     attributes["strides"] = [axis.stride for axis in geometry.axes]
                     attributes["output_padding"] = [axis.output_padding for axis in geometry.axes]
                 else:
-                    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
+                    padding = [axis.around for axis in geometry.axes]
                 inputs = [value, constant(tensors[step.weight.name])]
                 if step.bias is not None:
                     inputs.append(constant(tensors[step.bias.name].ravel()))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.ops.steps import (
-    ConvTranspose3d,
+    Convolution,
     Normalize,
     Operand,
     Pointwise,
@@ -208,7 +208,7 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
 
     def compute(step: Step, x: np.ndarray) -> np.ndarray:
         match step:
-            case ConvTranspose3d(geometry=geometry, transposed=False):
+            case Convolution(geometry=geometry, transposed=False):
                 kernel = tensor(step.weight)
                 assert kernel is not None
                 return conv3d(
@@ -219,7 +219,7 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
                     dilation=[axis.dilation for axis in geometry.axes],
                     groups=geometry.groups,
                 )
-            case ConvTranspose3d(geometry=geometry):
+            case Convolution(geometry=geometry):
                 fields: dict[str, Any] = {
                     name: [getattr(axis, name) for axis in geometry.axes]
                     for name in ("stride", "padding", "output_padding", "dilation")
