@@ -712,4 +712,6 @@ def test_explain_says_what_was_rejected(run: Any, backend_device: Device) -> Non
     (launch,) = json.loads(run(*words, "--json").out)["launches"]
     assert len(launch["rejected"]) >= (2 if backend_device.backend == "opencl" else 0)
     for name, reason in launch["rejected"]:
+        if reason in ("a convolution", "not a convolution", "not a reduction"):  # of another kind of step
+            continue
         assert f"{name}: {reason.split()[0]}" in printed

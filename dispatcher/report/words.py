@@ -197,6 +197,10 @@ def _say_convolution(plan: ConvolutionPlan) -> None:
     say(table(("PHASES", "TAPS D H W", "GEMM M", "GEMM N", "GEMM K"), rows))
 
 
+#: Reasons of implementations that are for other kinds of steps; the JSON document has them too.
+_OTHER_KIND = ("a convolution", "not a convolution", "not a reduction")
+
+
 def _say_launch(number: int, launch: PlannedLaunch) -> None:
     """A launch and, beneath, what is known of it; a detail that is a sentence has a line of its own."""
     say(f"  {number}. {launch.name}")
@@ -211,7 +215,8 @@ def _say_launch(number: int, launch: PlannedLaunch) -> None:
     ):
         if any(items):
             say(listing(f"     {label:<10} ", items))
-    for place, (name, reason) in enumerate(launch.rejected):
+    rejected = [(name, reason) for name, reason in launch.rejected if reason not in _OTHER_KIND]
+    for place, (name, reason) in enumerate(rejected):
         say(listing(f"     {'' if place else 'rejected':<10} ", [f"{name}: {reason}"]))
 
 
