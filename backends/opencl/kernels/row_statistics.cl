@@ -10,7 +10,8 @@
 
 #if GATHER_MOMENTS
 // Deviations from the row's first vector, lane by lane, so that nothing cancels: they are as large as those from the mean at most,
-// times the number of vectors, which groups.py limits. Then the lanes are combined, by deviations from the first lane. (Chan, Golub and LeVeque, 1983.)
+// times the number of vectors, which groups.py limits. Then the lanes are combined, by deviations from the first lane.
+// (Chan, Golub and LeVeque, 1983.)
 static REAL tree_sum(const real_v v) {
 #if VEC == 16
   const PASTE(REAL, 8) eight = v.lo + v.hi;
