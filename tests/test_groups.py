@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dispatcher.ops.steps import Pointwise, TensorOperand
-from dispatcher.plan.groups import Flow, place_of, split
+import pytest
+
+from dispatcher.ops.binding import Binding, Bound
+from dispatcher.ops.steps import ScalarOperand
+from dispatcher.ops.vocabulary import VOCABULARY
+from dispatcher.plan.groups import Flow, split
 from dispatcher.problem.operator import Operator
 from tests.strategies import operator_of
 
@@ -76,10 +80,9 @@ def test_who_reads_what() -> None:
     flow = Flow(operator)
     assert flow.last_reader == {0: 2, 1: 1, 2: 2}
     assert flow.open_values(0, 0) == [] and flow.open_values(0, 1) == []
-    scale, add = operator.steps[1:]
-    assert isinstance(scale, Pointwise) and isinstance(add, Pointwise)
-    assert place_of(scale.arguments[0], 0) == "inside"
-    assert place_of(scale.arguments[0], 1) == "outside"
-    assert place_of(add.arguments[0], 0) == "outside"
-    assert place_of(TensorOperand("c", (1, 3, 1, 1, 1)), 0) == "channel"
-    assert place_of(TensorOperand("t", SHAPE), 0) == "tensor"
+
+
+def test_a_builder_s_slip_is_noticed() -> None:
+    pipeline = Bound(VOCABULARY, [SHAPE])
+    with pytest.raises(TypeError, match="divide takes no value; expected by"):
+        Binding("new", 1, 0, {}, pipeline).then("divide", value=ScalarOperand(2.0))

@@ -192,11 +192,6 @@ class HaloTile:
         return self.tile[0] + self.low[0] + self.high[0]
 
     @property
-    def row_x(self) -> Count:
-        """Voxels of x in a line of the tile, halo included."""
-        return self.tile[2] + self.low[2] + self.high[2]
-
-    @property
     def pitch_c(self) -> Count:
         """Floats from channel to channel: 8 mod 32, which spreads a fragment over all banks."""
         return (self.pitch_x * self.rows_y * self.rows_z + self.high[2] + 23) // 32 * 32 + 8

@@ -110,8 +110,15 @@ class Binding:
 
         Returns:
             The value of its last step.
+
+        Raises:
+            TypeError: ``op`` has no such field.
         """
         operation = self.pipeline.vocabulary[op]
+        names = [each.name for each in operation.fields]
+        unknown = sorted(set(fields) - set(names))
+        if unknown:
+            raise TypeError(f"{op} takes no {unknown[0]}; expected {', '.join(names) or 'nothing'}")
         resolved = {each.name: fields.get(each.name, default_of(each)) for each in operation.fields}
         place = self.source if source is None else source.value
         operation.build(Binding(f"{self.op}.{op}", self.position, place, resolved, self.pipeline))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from dispatcher.ops.steps import Operand, Step, TensorOperand, ValueOperand
+from dispatcher.ops.steps import Step, ValueOperand
 from dispatcher.problem.operator import Operator
 
 
@@ -66,20 +66,6 @@ class Flow:
 def values_read(step: Step) -> set[int]:
     """Every value that a step reads: its source, and operands that are values."""
     return {step.source, *(operand.value for operand in step.operands if isinstance(operand, ValueOperand))}
-
-
-def place_of(operand: Operand, first: int) -> str:
-    """Where a group that begins at step ``first`` finds an operand.
-
-    Returns:
-        ``number``; ``channel``, a tensor that varies along channels at most; ``tensor``, any other one; ``inside``, a
-        value that the group makes itself; ``outside``, a value made before it.
-    """
-    if isinstance(operand, TensorOperand):
-        return "channel" if operand.per_channel else "tensor"
-    if isinstance(operand, ValueOperand):
-        return "inside" if operand.value > first else "outside"
-    return "number"
 
 
 def split(operator: Operator, open_group: Callable[[int], Grown]) -> list[Grown]:
