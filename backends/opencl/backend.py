@@ -90,11 +90,11 @@ class OpenClBackend:
 
         return candidates(self._runtime(device), operator)
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for the convolutions of ``operator`` on this device from now on."""
         from dispatcher.backends.opencl.tuning import remember
 
-        remember(self._runtime(device), operator, Options.parse(options), gain)
+        return remember(self._runtime(device), operator, Options.parse(options), gain)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32."""

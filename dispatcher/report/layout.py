@@ -142,6 +142,11 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
 
 
+def duration(value: float) -> str:
+    """A time that people have to wait, roughly."""
+    return f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.1f} h"
+
+
 def count(value: float) -> str:
     """A number with a decimal prefix, to be followed by its unit: ``58.1 G``."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dispatcher.timing.differences import BenchComparison
     from dispatcher.timing.results import Race
     from dispatcher.timing.tuning import TuneResult
+    from dispatcher.timing.winners import Tuned
 
 
 # ---- devices -----------------------------------------------------------------------------------------------
@@ -272,13 +273,50 @@ def complain_of_verification(results: Sequence[Verification], everywhere: bool) 
 
 # ---- times -------------------------------------------------------------------------------------------------
 def say_tuned(results: Sequence[TuneResult]) -> None:
-    """The winners."""
+    """The winners, and all candidates."""
     rows = []
     for result in results:
-        best = " ".join(assignments(result.best)) or "the default"
+        best = _options(result.best)
         times = seconds(result.best_s), seconds(result.default_s)
-        rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}"))
-    say(table(("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN"), rows))
+        kept = "yes" if result.kept else "no"
+        rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}", kept))
+    say(table(("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN", "KEPT"), rows))
+    for result in results:
+        say(
+            "\n"
+            + listing("", [f"candidates for {result.problem} on {result.device}{result.note and '; '}{result.note}:"])
+        )
+        cells = [
+            (
+                *(_options(each.options), "" if each.time_s is None else seconds(each.time_s)),
+                *(" to ".join(map(seconds, each.quartiles_s or ())), each.reason),
+            )
+            for each in result.candidates
+        ]
+        say(table(("OPTIONS", "MEDIAN", "QUARTILES", "OUT SINCE"), cells))
+
+
+def say_kept(found: Sequence[Tuned], forgotten: bool) -> None:
+    """What ``tune`` keeps, or kept until now."""
+    if not found:
+        say("nothing is kept")
+        return
+    headers = ("PROBLEM", "DEVICE", "DTYPE", "PRECISION", "OPTIONS", "GAIN", "KEPT AT")
+    names = ("problem", "device", "dtype", "precision")
+    rows = [
+        (
+            *(str(tuned.about.get(name, "unknown")) for name in names),
+            *(_options(tuned.options), f"{tuned.gain:.2f}", str(tuned.about.get("kept_at", "unknown"))),
+        )
+        for tuned in found
+    ]
+    say(table(headers, rows))
+    if forgotten:
+        say(f"\n{len(found)} forgotten")
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return "the default" if options in ({}, {"tuned": "ignore"}) else " ".join(assignments(options))
 
 
 def note_left_out(results: Sequence[TuneResult]) -> None:
