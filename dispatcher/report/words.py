@@ -316,7 +316,7 @@ def say_kept(found: Sequence[Tuned], forgotten: bool) -> None:
 
 
 def _options(options: Mapping[str, Any]) -> str:
-    return "the default" if options in ({}, {"tuned": "ignore"}) else " ".join(assignments(options))
+    return " ".join(assignments(options)) if options and options.get("tuned") != "ignore" else "the default"
 
 
 def note_left_out(results: Sequence[TuneResult]) -> None:
