@@ -5,7 +5,7 @@ A device request is ``auto``, a backend (``opencl``: its first available device)
 preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
 environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
 reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
-measured speed.
+measured speed, in their order where these are the same within the spread of the readings.
 
 Before this process opens a device, a child process tries it out (see :mod:`dispatcher.device.selftest`); one that
 does not survive that counts as unavailable.
@@ -322,7 +322,7 @@ def _auto_candidates() -> Iterator[Candidate]:
                     reported.add(label)
                     yield label, device.reason or "it is not available"
             usable = [device for device in tried if device.available and device.kind == kind]
-            for device in sorted(usable, key=selftest.speed, reverse=True):
+            for device in selftest.fastest_first(usable):
                 yield device.id, device
 
 
