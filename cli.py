@@ -286,7 +286,7 @@ def run_command(
         note_skipped(run.choice.skipped)
         answer("run", {**run.as_dict(comparison), **more})
     else:
-        words.say_run(run, comparison, more)
+        words.say_run(run, comparison, files, more)
     if comparison is not None and not comparison.passed:
         complain(f"wrong result on {run.choice.device.id}: {comparison.reason}")
         raise typer.Exit(1)

@@ -37,6 +37,7 @@ from dispatcher.errors import (
     InputError,
     KernelError,
     first_line,
+    suggest,
 )
 from dispatcher.interface import Backend, Device, Executable
 from dispatcher.problem.operator import Operator
@@ -278,10 +279,10 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
         wrong = f"{ALL_OF}: wants the name of a backend"
     else:
         wrong = f"there is no backend {name!r}" if name else "a name is missing"
-    backends = ", ".join(registry.BACKENDS)
+    backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
     raise DeviceError(
         f"{origin} is {text!r}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
+        f":index or :part-of-a-name, all-of:backend, or several of these with commas{meant}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -121,6 +122,12 @@ def listing(first: str, items: Sequence[str], separator: str = ",") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     ).replace(_GLUE, " ")
+
+
+def first_sentence(reason: str) -> str:
+    """Why a device was passed over, in one sentence where it is long."""
+    first = re.split(r"; |\. ", reason, maxsplit=1)[0]
+    return reason if len(reason) <= _PIPE or first == reason else f"{first}; `dispatcher doctor` or --json says more"
 
 
 def entry(label: str, *items: str) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dispatcher.errors import DispatcherError, InputError, KernelError
-from dispatcher.report.layout import duration
+from dispatcher.report.layout import duration, first_sentence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,7 +159,7 @@ def note_skipped(skipped: Sequence[tuple[str, str]]) -> None:
     """Say once on stderr what was passed over, where a warning has not said so."""
     for label, reason in skipped:
         if not any(text.startswith((f"{label} (", f"{label} is passed over")) for text in _command.told):
-            text = f"{label} is passed over: {reason}"
+            text = f"{label} is passed over: {first_sentence(reason)}"
             _command.told.add(text)
             note(text)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DispatcherError, InputError
+from dispatcher.errors import DispatcherError, InputError, install, one_of
 from dispatcher.interface import Tensors, Timings
 from dispatcher.ops.steps import (
     Convolution,
@@ -458,12 +458,12 @@ def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(str(name).strip() for name in given))
     for name in found:
         if name not in PEERS:
-            raise InputError(f"against is {name!r}; expected one of {', '.join(PEERS)}, or several with commas")
+            raise InputError(f"against is {name!r}; {one_of(name, PEERS)}, or several with commas")
     for name in found:
         missing = [module for module in PEERS[name].modules if importlib.util.find_spec(module) is None]
         if missing:
             raise InputError(
                 f"against {name} needs {' and '.join(missing)}, which is not installed; "
-                "pip install 'kernel-dispatcher[bench]', or leave it out"
+                f"{install('bench')}; or leave it out"
             )
     return found
