@@ -46,7 +46,7 @@ LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 7, 31, 0.5
 #: The winner has to be this much faster than the default to be kept.
 LEAST_GAIN = 1.03
 #: Share of a search that the reference takes, as long as nothing better is known.
-REFERENCE_SHARE = 0.2
+REFERENCE_SHARE = 0.05
 
 Clock = Literal["host", "device"]
 
