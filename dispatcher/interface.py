@@ -202,8 +202,12 @@ class Tunable(Protocol):
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
         """Options worth measuring; the first stand for the default without any tuning."""
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool | None:
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on.
+
+        Returns:
+            False where that cannot be kept.
+        """
 
 
 #: Bytes before and after each tensor on the device.

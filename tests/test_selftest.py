@@ -16,6 +16,7 @@ from faulty_icd import FaultyRuntimes, build
 
 import dispatcher
 from dispatcher import cli
+from dispatcher.check import trial
 from dispatcher.device import childprocess, selection, selftest
 from dispatcher.device.selftest import SelfTest
 from dispatcher.errors import DeviceError, InputError
@@ -247,6 +248,51 @@ def test_devices_of_a_class_are_ranked_by_speed(install_backends: Install, outco
     order = [label for label, _ in selection.candidates(selection.parse_request("auto"))]
     assert order == ["cuda:1", "cuda:0", "opencl:2", "opencl:1", "opencl:0", "numpy"]
     assert dispatcher.compile(CONV, device="cuda", case="sample").device.id == "cuda:0"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_speeds_that_are_the_same_within_their_spreads_leave_the_order(
+    install_backends: Install, outcomes: dict[str, SelfTest], swapped: bool
+) -> None:
+    """Whichever of the two equals was a little faster this time, the slow one comes last and the fast one first."""
+    install_backends(FakeBackend("opencl", devices=["slow", "one", "two", "fast"], kind="cpu"))
+    speeds = {"opencl:1": 100.0, "opencl:2": 104.0}
+    if swapped:
+        speeds = dict(zip(speeds, reversed(speeds.values()), strict=True))
+    speeds |= {"opencl:0": 50.0, "opencl:3": 150.0}
+    outcomes.update({name: SelfTest("ok", "", speed, (speed - 3.0, speed + 1.0)) for name, speed in speeds.items()})
+    order = [label for label, _ in selection.candidates(selection.parse_request("auto"))]
+    assert order == ["opencl:3", "opencl:1", "opencl:2", "opencl:0", "numpy"]
+
+
+def test_a_speed_is_the_median_of_several_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call that is much faster than the others, and a few that are slower, change nothing."""
+    now, calls, flops = [0.0], [0], [0]
+
+    class Clock:
+        perf_counter = staticmethod(lambda: now[0])
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+    class Fake(FakeBackend):
+        def compile(self, *given: Any) -> Any:
+            executable = super().compile(*given)
+            flops[0] = given[0].flops
+
+            def run(tensors: Any, output: Any = None) -> Any:
+                calls[0] += 1
+                now[0] += {5: 1e-6, 7: 0.05}.get(calls[0], 0.001 * (1 + calls[0] % 3 / 100))
+                return executable(tensors, output)
+
+            return run
+
+    monkeypatch.setattr(trial, "time", Clock)
+    fake = Fake(kind="cpu")
+    found = trial._test(fake, 0, fake.probe()[0].name)
+    readings = [1e9 * reading / flops[0] for reading in (found.gflops or 0.0, *(found.spread or ()))]
+    assert readings == pytest.approx([1e3 / 1.01] * 3, rel=0.02) and calls[0] > 100
 
 
 @pytest.mark.parametrize("outcome", sorted(selftest.BARRED))

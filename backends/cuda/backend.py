@@ -114,9 +114,9 @@ class CudaBackend:
         """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
         return tuning.candidates(operator, Target.of(driver.context(device.index)))
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for ``operator`` on GPUs of this model from now on."""
-        tuning.remember(operator, *_opened(device), options, gain)
+        return tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.cuda import toolkit
-from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError, install
 from dispatcher.problem.dlpack import KDL_CUDA, capsule
 
 _ALIGNMENT = 256
@@ -49,7 +49,7 @@ def load() -> Any:
             raise DeviceError(
                 f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver, then PyCUDA"
             ) from error
-        raise DeviceError("PyCUDA is not installed; pip install 'kernel-dispatcher[cuda]'")
+        raise DeviceError(f"PyCUDA is not installed; {install('cuda')}")
     try:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:

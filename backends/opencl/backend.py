@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
-from dispatcher.errors import DeviceError, first_line
+from dispatcher.errors import DeviceError, first_line, install
 from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
@@ -34,13 +34,11 @@ class OpenClBackend:
             import_pyopencl()
             from dispatcher.backends.opencl.runtime import find_devices
         except Exception as error:
-            return [
-                self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")
-            ]
+            return [self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; {install('cpu')}")]
         try:
             found = find_devices()
         except Exception as error:
-            return [self._missing(f"no OpenCL platform: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")]
+            return [self._missing(f"no OpenCL platform: {first_line(error)}; {install('cpu')}")]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
         self._found = found
@@ -90,11 +88,11 @@ class OpenClBackend:
 
         return candidates(self._runtime(device), operator)
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for the convolutions of ``operator`` on this device from now on."""
         from dispatcher.backends.opencl.tuning import remember
 
-        remember(self._runtime(device), operator, Options.parse(options), gain)
+        return remember(self._runtime(device), operator, Options.parse(options), gain)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32."""

@@ -11,9 +11,10 @@ from importlib import metadata
 
 from dispatcher.backends.opencl import caches
 from dispatcher.backends.opencl.icd import IcdEntry, prepare_icd_vendors
+from dispatcher.errors import install
 from dispatcher.interface import Finding
 
-INSTALL = "pip install 'kernel-dispatcher[cpu]', or install your system's OpenCL driver (pocl-opencl-icd)"
+INSTALL = f"{install('cpu')}; or install your system's OpenCL driver (pocl-opencl-icd)"
 
 #: Environment variables that change what is found, and what to know of them.
 VARIABLES = {

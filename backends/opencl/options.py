@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, suggest
 
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
@@ -47,10 +47,12 @@ class Options:
         known = list(asdict(Options()))
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise InputError(f"option {unknown[0]!r} is unknown to backend opencl; it takes: {', '.join(known)}")
+            wanted = f"it takes: {', '.join(known)}{suggest(unknown[0], known)}"
+            raise InputError(f"option {unknown[0]!r} is unknown to backend opencl; {wanted}")
         parsed = Options(**options)
         if parsed.algorithm not in ALGORITHMS:
-            raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
+            wanted = f"backend opencl has {', '.join(ALGORITHMS)}{suggest(parsed.algorithm, ALGORITHMS)}"
+            raise InputError(f"algorithm is {parsed.algorithm!r}; {wanted}")
         if parsed.line is not None and parsed.line not in LINES:
             raise InputError(f"line is {parsed.line!r}; expected one of {', '.join(LINES)}")
         if parsed.rows is not None and parsed.rows not in WINOGRAD_ROWS:

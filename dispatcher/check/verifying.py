@@ -27,7 +27,7 @@ from dispatcher.check.comparison import Comparison, Progress, part, poisoned, re
 from dispatcher.check.inputs import INPUT_SETS, check_seed, meaningful_sets, random_tensors
 from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
 from dispatcher.device.splitting import batch_parameter, batched_tensors
-from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError
+from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
@@ -228,7 +228,9 @@ def check_inputs(inputs: str | Sequence[str] | None) -> tuple[str, ...] | None:
     wrong = [name for name in names if name not in usable]
     if wrong or not names:
         given = repr(wrong[0]) if wrong else "empty"
-        raise InputError(f"inputs is {given}; expected all, or some of {', '.join(usable)}")
+        raise InputError(
+            f"inputs is {given}; expected all, or some of {', '.join(usable)}{suggest(wrong and wrong[0], usable)}"
+        )
     return tuple(dict.fromkeys(names))
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,19 @@ def cache_root() -> Path:
     root = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
     return base / "kernel-dispatcher"
+
+
+def _read(path: Path) -> bytes | None:
+    """The entry in a file, or None when there is no intact one."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        logger.info("cache entry %s is damaged and will be made again", path)
+        return None
+    return data
 
 
 class FileCache:
@@ -50,15 +64,19 @@ class FileCache:
 
     def get(self, key: str) -> bytes | None:
         """The entry of ``key``, or None when there is no intact one."""
-        try:
-            stored = self._path(key).read_bytes()
-        except OSError:
-            return None
-        digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-        if hashlib.sha256(data).digest() != digest:
-            logger.info("cache entry %s is damaged and will be made again", self._path(key))
-            return None
-        return data
+        return _read(self._path(key))
+
+    def entries(self) -> Iterator[tuple[Path, bytes]]:
+        """Every intact entry, with the file that it is in."""
+        for path in sorted(self.folder.glob("*")):
+            data = _read(path)
+            if data is not None:
+                yield path, data
+
+    def drop(self, key: str) -> None:
+        """Keep nothing under ``key``."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove what processes that were killed while they wrote have left behind."""

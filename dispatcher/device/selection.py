@@ -5,7 +5,7 @@ A device request is ``auto``, a backend (``opencl``: its first available device)
 preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
 environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
 reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
-measured speed.
+measured speed, in their order where these are the same within the spread of the readings.
 
 Before this process opens a device, a child process tries it out (see :mod:`dispatcher.device.selftest`); one that
 does not survive that counts as unavailable.
@@ -37,6 +37,7 @@ from dispatcher.errors import (
     InputError,
     KernelError,
     first_line,
+    suggest,
 )
 from dispatcher.interface import Backend, Device, Executable
 from dispatcher.problem.operator import Operator
@@ -278,10 +279,10 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
         wrong = f"{ALL_OF}: wants the name of a backend"
     else:
         wrong = f"there is no backend {name!r}" if name else "a name is missing"
-    backends = ", ".join(registry.BACKENDS)
+    backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
     raise DeviceError(
         f"{origin} is {text!r}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
+        f":index or :part-of-a-name, all-of:backend, or several of these with commas{meant}"
     )
 
 
@@ -322,7 +323,7 @@ def _auto_candidates() -> Iterator[Candidate]:
                     reported.add(label)
                     yield label, device.reason or "it is not available"
             usable = [device for device in tried if device.available and device.kind == kind]
-            for device in sorted(usable, key=selftest.speed, reverse=True):
+            for device in selftest.fastest_first(usable):
                 yield device.id, device
 
 

@@ -56,12 +56,14 @@ class SelfTest:
             device cannot be opened; ``unsupported``: it cannot run the test's operator, which says nothing
             else about it; ``crashed`` or ``hung``: the child process was killed or had to be.
         reason: one line; empty when ok.
-        gflops: measured speed in GFLOP/s, or None.
+        gflops: measured speed in GFLOP/s, the median of several readings, or None.
+        spread: first and third quartile of these readings, or None.
     """
 
     outcome: Outcome
     reason: str = ""
     gflops: float | None = None
+    spread: Sequence[float] | None = None
 
 
 def time_limit_s() -> float | None:
@@ -213,6 +215,8 @@ def apply(device: Device, found: SelfTest | None) -> Device:
     facts: dict[str, str | int | float] = {**device.facts, "self_test": found.reason or found.outcome}
     if found.gflops is not None:
         facts["self_test_gflops"] = round(found.gflops, 3)
+        if found.spread is not None:
+            facts["self_test_spread_gflops"] = round(max(abs(found.gflops - end) for end in found.spread), 3)
     if found.outcome not in BARRED:
         return replace(device, facts=facts)
     advice = f"`dispatcher devices --retest` tries again, {VARIABLE}=off uses it untested"
@@ -223,6 +227,25 @@ def apply(device: Device, found: SelfTest | None) -> Device:
 def speed(device: Device) -> float:
     """GFLOP/s that the device's self-test measured; 0 where there is no measure."""
     return float(device.facts.get("self_test_gflops", 0.0))
+
+
+def fastest_first(devices: Sequence[Device]) -> list[Device]:
+    """Devices of one kind by their measured speeds.
+
+    Those whose speed is that of the fastest one within both spreads are equals: they keep their order, so that noise
+    does not change which device is taken.
+    """
+    left, ranked = list(devices), []
+    while left:
+        best = max(left, key=speed)
+        ranked.append(next(each for each in left if speed(best) - speed(each) <= _spread(best) + _spread(each)))
+        left.remove(ranked[-1])
+    return ranked
+
+
+def _spread(device: Device) -> float:
+    """GFLOP/s by which the device's readings differ from their median."""
+    return float(device.facts.get("self_test_spread_gflops", 0.0))
 
 
 def failed(device: Device) -> bool:

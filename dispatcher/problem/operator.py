@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DtypeError, InputError
+from dispatcher.errors import DtypeError, InputError, one_of
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     Convolution,
@@ -109,7 +109,7 @@ def check_precision(precision: Any) -> None:
         InputError: it is not.
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+        raise InputError(f"precision is {precision!r}; {one_of(precision, PRECISIONS)}")
 
 
 def bind(

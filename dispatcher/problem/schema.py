@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
-from dispatcher.errors import InputError, ProblemFileError
+from dispatcher.errors import InputError, ProblemFileError, suggest
 from dispatcher.ops.binding import Field
 from dispatcher.ops.steps import AXES, resolve_axes
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import MAX_VALUE, Expression
-from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
+from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
 from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
 from dispatcher.problem.yamlfile import Locate

@@ -23,7 +23,7 @@ from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.timing import sampling
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness
-from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers
+from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers, settings_kept
 from dispatcher.timing.results import Benchmark, Race
 from dispatcher.timing.sampling import Schedule, host_caches, take_turns
 
@@ -171,6 +171,7 @@ def refuse_when_busy() -> None:
 
 
 # ---- several contenders ------------------------------------------------------------------------------------
+@settings_kept()
 def race(
     operator: Operator,
     devices: Sequence[str | Device | None],
