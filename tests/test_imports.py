@@ -48,6 +48,7 @@ ROOMS = (
 #: What a backend may know of the dispatcher.
 INTERFACE = {
     "dispatcher.problem.dlpack",
+    "dispatcher.problem.messages",
     "dispatcher.device.filecache",
     "dispatcher.errors",
     "dispatcher.interface",

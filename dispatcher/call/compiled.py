@@ -33,8 +33,10 @@ from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
 from dispatcher.problem.arrays import TensorArgument, check_output, host_tensor, snapshot, tensor_argument
 from dispatcher.problem.loader import ProblemLike, load_problem
+from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, check_precision
+from dispatcher.problem.values import unwrapped
 
 MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
 MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
@@ -42,8 +44,8 @@ MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
 #: What a parent process had compiled, kept in its forked children.
 _left_behind: list[Any] = []
 
-#: Types of sizes and scalars whose type and repr say all there is to know.
-_PLAIN = (int, float, np.generic, tuple, list, type(None))
+#: Integers up to this magnitude can be printed.
+_PRINTABLE = 2**64
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def run(
         KernelError: a kernel did not build or run on the device that was named.
     """
     if trace is not None and not isinstance(trace, str | os.PathLike):
-        raise InputError(f"trace is {trace!r}; expected the path of a file to write")
+        raise InputError(f"trace is {brief(trace)}; expected the path of a file to write")
     settings = Settings(device, devices, precision, case, dtype, options)
     compiled = CompiledOperator(load_problem(problem), settings, eager=False)
     with tracing.recording(trace):
@@ -219,12 +221,11 @@ class CompiledOperator:
     ) -> None:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
         check_precision(settings.precision)
-        check_options(settings.options)
         self._problem = problem
         self._request: Request = parse_request(settings.device, settings.devices)
         self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
         self._settings["dtype"] = _dtype_name(settings.dtype)
-        self._options = dict(settings.options or {})
+        self._options = check_options(settings.options)
         given = sort_arguments(problem, arguments or {})
         if given.output is not None:
             raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
@@ -333,9 +334,9 @@ class CompiledOperator:
                     raise InputError(f"output and {name} both name the result; give one of them")
                 output = value if output is None else output
             else:
-                others[name] = value
-                plain = plain and isinstance(value, _PLAIN)
-                signature.append((name, type(value), repr(value)))  # repr tells 0.0 from -0.0
+                others[name] = number = unwrapped(value)
+                plain = plain and _is_plain(number)
+                signature.append((name, repr(number) if plain else ""))  # repr tells 0.0 from -0.0
         key = tuple(signature) if plain else None
         program = None if key is None else self._signatures.get(key)
         if program is None:
@@ -492,14 +493,21 @@ class CompiledOperator:
                 warn_of_fallback(operator, device, failure)
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def _dtype_name(dtype: Any) -> Any:
     """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:
         return str(np.dtype(dtype).name)
-    except TypeError:
-        return str(dtype)
+    except Exception:  # whatever the object's own attributes raise
+        return dtype
+
+
+def _is_plain(value: Any) -> bool:
+    """Does the text of a size or scalar, or of a list of them, say all there is to know of it?"""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) is float or (type(value) is int and abs(value) <= _PRINTABLE)
 
 
 def _array(value: Any) -> Any:

@@ -18,6 +18,7 @@ from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
 from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
+from dispatcher.problem.values import NOT_NUMBERS, unwrapped
 from dispatcher.problem.yamlfile import Locate
 
 #: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
@@ -108,7 +109,8 @@ class _ProblemReader:
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Integral):
             hint = ""
             if isinstance(value, float) and value.is_integer():
                 hint = f"; write {int(value)}" if abs(value) <= MAX_VALUE else ""
@@ -119,7 +121,8 @@ class _ProblemReader:
         return result
 
     def number(self, keys: KeyPath, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Real):
             word = value.lower().lstrip("+-") if isinstance(value, str) else ""
             hint = "; write .inf for infinity" if word in ("inf", "infinity") else ""
             raise self.fail(keys, f"got {self.kind(value)}; expected a number{hint}")
@@ -344,8 +347,7 @@ class _ProblemReader:
         if not isinstance(raw, Mapping):
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
-            self.label(("cases",), name): Frozen(self.case(("cases", name), values))
-            for name, values in raw.items()
+            self.label(("cases",), name): Frozen(self.case(("cases", name), values)) for name, values in raw.items()
         }
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:
