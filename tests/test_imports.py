@@ -50,6 +50,7 @@ INTERFACE = {
     "dispatcher.problem.dlpack",
     "dispatcher.problem.messages",
     "dispatcher.device.filecache",
+    "dispatcher.device.machine",
     "dispatcher.errors",
     "dispatcher.interface",
     "dispatcher.ops.forms",
