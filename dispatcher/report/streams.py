@@ -133,9 +133,8 @@ def prepared(arguments: Sequence[str]) -> Iterator[None]:
             if target is not None:  # else somebody took its place with what takes text alone
                 stream.flush()
                 # What the encoding does not have is escaped: that the work was done counts for more.
-                ours = io.TextIOWrapper(
-                    _Outlet(target, failed), stream.encoding, "backslashreplace", write_through=True
-                )
+                outlet: Any = _Outlet(target, failed)
+                ours = io.TextIOWrapper(outlet, stream.encoding, "backslashreplace", write_through=True)
                 undo.callback(ours.detach)
                 undo.enter_context(redirect(ours))
         undo.enter_context(warnings.catch_warnings())
