@@ -54,6 +54,4 @@ def store(key: Sequence[str], options: Mapping[str, Any], gain: float) -> None:
     """Keep ``options``, measured to be ``gain`` times as fast as the default, under ``key``."""
     entry = json.dumps({"options": dict(options), "gain": round(gain, 4)})
     if not RESULTS.put("\0".join(key), entry.encode()):
-        logger.warning(
-            "what was tuned is not kept: %s cannot be written; set XDG_CACHE_HOME to a folder that can", RESULTS.folder
-        )
+        logger.warning("what was tuned is not kept")  # the cache has said why
