@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Install
-from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, FakeBackend, conv_tensors, correct
+from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, conv_tensors, correct
 
 import dispatcher
 from dispatcher.call import compiled as compiled_module
 from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
+from dispatcher.check.once import input_tensors
 from dispatcher.device.selection import FallbackWarning
 from dispatcher.errors import DeviceError, DeviceMemoryError, GeometryError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device
+from dispatcher.problem.operator import Operator
 
 
 @pytest.fixture
@@ -46,6 +49,41 @@ def test_problems_and_load_problem() -> None:
         dispatcher.run(loaded, device="numpy", **conv_tensors()),
         dispatcher.run(str(loaded.path), device="numpy", **conv_tensors()),
     )
+
+
+# ---- the caller's own error state --------------------------------------------------------------------------
+def strictly(function: Any) -> Any:
+    """What ``function`` gives in a thread where every warning and NumPy's every signal is an exception."""
+
+    def work() -> Any:
+        result = function()
+        assert set(np.geterr().values()) == {"raise"}
+        return result
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1, initializer=partial(np.seterr, all="raise")) as pool:
+        warnings.simplefilter("error")
+        return pool.submit(work).result()
+
+
+def test_a_strict_error_state_changes_no_result(backend_device: Device) -> None:
+    for dtype in ("float16", "float32"):
+        hard = {"inputs": ("denormal", "large", "small", "one_inf"), "dtype": dtype}
+        assert strictly(lambda: dispatcher.verify(SUM, device=backend_device, **hard))[0].passed  # noqa: B023
+    tensors = {name: np.full_like(array, 3e38) for name, array in conv_tensors().items()}
+    assert np.isinf(strictly(lambda: dispatcher.run(CONV, device=backend_device, **tensors))).any()
+
+
+def test_a_strict_error_state_holds_for_none_of_our_threads(install_backends: Install) -> None:
+    install_backends(FakeBackend(devices=("One", "Two")))
+    tensors = {name: np.full_like(array, 3e38) for name, array in conv_tensors().items()}
+    for where in ({"devices": ["fake:0", "fake:1"]}, {"device": "fake:0"}):
+        assert np.isinf(strictly(partial(dispatcher.run, CONV, **where, **tensors))).any()  # type: ignore[arg-type]
+    given = {"input": np.full((2, 4, 3, 4, 5), 1e300)}
+    assert np.isinf(strictly(lambda: input_tensors(bound_conv(), given, 0))["input"]).all()
+
+
+def bound_conv() -> Operator:
+    return dispatcher.explain(CONV, device="numpy", **conv_tensors()).operator
 
 
 # ---- on every device of this machine -----------------------------------------------------------------------

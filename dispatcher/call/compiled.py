@@ -31,7 +31,14 @@ from dispatcher.device.splitting import compile_within_memory, part_count
 from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
 from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
-from dispatcher.problem.arrays import TensorArgument, check_output, host_tensor, snapshot, tensor_argument
+from dispatcher.problem.arrays import (
+    TensorArgument,
+    check_output,
+    host_tensor,
+    snapshot,
+    tensor_argument,
+    with_own_error_state,
+)
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
@@ -398,6 +405,7 @@ class CompiledOperator:
             program.used = next(self._clock)
             return program
 
+    @with_own_error_state
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """Run ``program``, moving on to the next device where the request allows that.
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
+from dispatcher.problem.arrays import with_own_error_state
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.values import seed_value
 
@@ -253,6 +254,7 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
     return bell * number(use.spread)
 
 
+@with_own_error_state
 def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
     """Make every input tensor of ``operator``.
 

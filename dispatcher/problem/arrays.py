@@ -8,10 +8,11 @@ tensors', or float32 when there are none.
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,21 @@ from dispatcher.errors import DtypeError, InputError, first_line
 from dispatcher.problem import dlpack
 from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import DTYPES
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_own_error_state(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, in which NumPy lets NaN, infinities and rounding to zero pass: here they are results. The caller's
+    error state, which may make exceptions of them, holds again afterwards."""
+
+    @wraps(function)  # np.errstate as a decorator is one object for all threads before NumPy 2
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 @dataclass(frozen=True)
