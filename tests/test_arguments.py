@@ -319,6 +319,28 @@ def test_the_error_of_a_foreign_object_is_told() -> None:
         run(input=Broken(), kernel=conv_tensors()["kernel"])
 
 
+class Indexable:
+    """A sequence, such as an array on a device, each element of which would be fetched by itself."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        raise AssertionError("it was read element by element")
+
+
+@pytest.mark.parametrize("value", [Indexable(), [Indexable()], [[1.0, 2.0], (3.0, Indexable())]])
+def test_a_foreign_sequence_is_read_whole_or_not_at_all(value: Any) -> None:
+    with pytest.raises(InputError, match="tensor input is or holds a sequence of a foreign type; expected an array"):
+        run(input=value, kernel=conv_tensors()["kernel"])
+
+
+def test_buffers_are_read_whole() -> None:
+    tensors = conv_tensors()
+    result = run(input=memoryview(tensors["input"]), kernel=tensors["kernel"].tolist())
+    np.testing.assert_array_equal(result, run(**tensors))
+
+
 class OnlyDLPack:
     """An array of another library that offers DLPack and nothing else."""
 

@@ -33,8 +33,12 @@ from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
 from dispatcher.problem.arrays import (
     TensorArgument,
+    check_opencl_output,
     check_output,
+    fetched,
     host_tensor,
+    in_kind,
+    on_opencl,
     snapshot,
     tensor_argument,
     with_own_error_state,
@@ -407,6 +411,25 @@ class CompiledOperator:
 
     @with_own_error_state
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
+        """:meth:`_run`, which takes arrays of PyOpenCL by a copy, and the way back: a buffer belongs to the context of
+        whoever made it. The result is such an array where the device that runs has one among the inputs."""
+        sources = {name: _array(tensor) for name, tensor in {**self._bound.tensors, **tensors}.items()}
+        if on_opencl(output):
+            operator = program.operator
+            check_opencl_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
+            result = self._run(program, tensors, None, timings)
+            output.set(result, output.queue or in_kind(np.empty(1), output).queue)
+            return output
+        if output is not None:
+            check_output(output, program.operator.output_shape, program.operator.dtype, sources, self._output_name)
+        result = self._run(program, tensors, output, timings)
+        like = next((array for array in sources.values() if on_opencl(array)), None)
+        owns = getattr(program.choice.backend, "owns", None)
+        if output is None and like is not None and owns is not None and owns(program.choice.device, like):
+            return in_kind(result, like)
+        return result
+
+    def _run(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """Run ``program``, moving on to the next device where the request allows that.
 
         Args:
@@ -419,10 +442,6 @@ class CompiledOperator:
         if self._process != os.getpid():
             self._mind_forks()
             program = self._program(operator)
-        if output is not None:
-            sources = {**self._bound.tensors, **tensors}
-            sources = {name: _array(tensor) for name, tensor in sources.items()}
-            check_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
         while True:
             choice = program.choice
             if output is not None and not isinstance(output, np.ndarray) and not _takes_device_arrays(choice):
@@ -463,6 +482,8 @@ class CompiledOperator:
             array = _array(tensors[name] if name in tensors else self._bound.tensors[name])
             if type(array) is np.ndarray:
                 inputs[name] = host_tensor(array, program.dtype)
+            elif on_opencl(array):
+                inputs[name] = host_tensor(fetched(name, array), program.dtype)
             elif _takes_device_arrays(choice):
                 inputs[name] = array
             else:
