@@ -128,7 +128,7 @@ def run(
     Args:
         problem: see :func:`compile`, as for every argument that is not listed here.
         output: where to put the result: a writeable C-contiguous array of the right shape and dtype that
-            overlaps no input. Without it, a new array is made.
+            overlaps no input, or such an array of PyOpenCL. Without it, a new array is made.
         trace: a file to write what the call did to, in the format of Chrome's tracing.
         **arguments: every tensor by parameter name, in any memory layout; sizes that the tensors do not show;
             scalars. Sizes and scalars may come from their defaults or from ``case``.
