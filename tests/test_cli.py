@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -668,35 +670,72 @@ def test_exit_codes_reach_the_shell() -> None:
         assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("arguments", [["problems"], ["problems", "--json"], ["show", CONV], ["--version"], []])
-def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
+def into(place: int | IO[str], arguments: list[str], **environment: str) -> tuple[int, str]:
+    """The exit code and stderr of a command whose stdout goes to ``place``."""
     ended = subprocess.run(
         [sys.executable, "-m", "dispatcher.cli", *arguments],
-        stdout=writer,
+        stdout=place,
         stderr=subprocess.PIPE,
+        text=True,
         cwd=ROOT,
+        env={**os.environ, **environment},
         check=False,
     )
+    return ended.returncode, ended.stderr
+
+
+#: Every way to stdout: our own, and those of what parses the command line. An empty text is no variable.
+OUTPUTS: list[tuple[list[str], dict[str, str]]] = [
+    (["problems", "--json"], {}),
+    (["show", CONV], {"PYTHONUNBUFFERED": ""}),
+    (["--version"], {"PYTHONUNBUFFERED": "1"}),
+    ([], {}),
+    (["run", "--help"], {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii"}),
+    (["--help"], {"PYTHONUNBUFFERED": ""}),
+    ([], {"_DISPATCHER_COMPLETE": "complete_bash", "COMP_WORDS": "dispatcher ", "COMP_CWORD": "1"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment"), OUTPUTS)
+def test_a_closed_pipe_is_quiet_and_a_full_disk_is_one_line(arguments: list[str], environment: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert into(writer, arguments, **environment) == (141, "")
     os.close(writer)
-    assert ended.stderr == b""
-    assert ended.returncode == 141
-
-
-def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "dispatcher.cli", "problems"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: stdout cannot be written")
-    assert ended.stderr.count("\n") == 1
+        code, err = into(full, arguments, **environment)
+    assert code == 2
+    assert err.startswith("error: stdout cannot be written") and err.count("\n") == 1
+
+
+def test_a_stderr_that_nobody_reads_changes_nothing() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", sys.executable, "-m", "dispatcher.cli"]
+    ended = subprocess.run([*command, "--debug", "show", "nope"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_cannot_be_encoded_is_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str) -> None:
+    stray = os.fsdecode(b"stray\xff")  # a file name in no encoding
+    file = tmp_path / f"{stray}.yaml"
+    text = Path(str(dispatcher.load_problem(CONV).path)).read_text(encoding="utf-8")
+    file.write_text(re.sub("(?m)^title: .*", "title: Größe → kleiner", text), encoding="utf-8")
+    title = "Größe → kleiner".encode(encoding, "backslashreplace")
+
+    def said(code: int, *arguments: str) -> tuple[bytes, bytes]:
+        out, err = io.BytesIO(), io.BytesIO()
+        for name, taken in (("stdout", out), ("stderr", err)):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(taken, encoding, "strict"))
+        assert cli.main(arguments) == code
+        return out.getvalue(), err.getvalue()
+
+    output, plan = f"{file}.npy", ("--device", "numpy", "--no-verify")
+    assert title in said(0, "show", str(file))[0]
+    assert json.loads(said(0, "show", str(file), "--json")[0])["title"] == "Größe → kleiner"
+    assert rb"stray\udcff.yaml.npy" in said(0, "run", str(file), *plan, "--output", output)[0]
+    assert json.loads(said(0, "run", str(file), *plan, "--output", output, "--json")[0])["output"] == output
+    assert rb"\udcffx.yaml" in said(2, "show", f"{tmp_path / stray}x.yaml")[1]
+    assert rb"\udcff" in said(3, "run", str(file), "--device", stray)[1]
 
 
 def test_a_closed_stdin_and_a_narrow_terminal() -> None:

@@ -47,6 +47,10 @@ class OpenClBackend:
             for index, each in enumerate(found)
         ]
 
+    def owns(self, device: Device, array: Any) -> bool:
+        """Whether ``array``, one of PyOpenCL, is in a context of ``device``."""
+        return self._runtime(device).device in array.context.devices
+
     def footprint(self) -> str:
         """What looking for devices loads: it is tried in another process whenever this changes."""
         from dispatcher.backends.opencl.icd import footprint

@@ -386,7 +386,7 @@ def _private_folder(files: Mapping[str, str], earlier: Path | None) -> Path:
         return earlier
     try:
         return _cached_folder(cache_root() / "icd", files)
-    except (OSError, RuntimeError):  # RuntimeError: no home folder is known
+    except OSError:
         folder = Path(tempfile.mkdtemp(prefix="kernel-dispatcher-icd-"))
         atexit.register(_remove_in_process, folder, os.getpid())
         _write_files(folder, files)

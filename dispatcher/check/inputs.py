@@ -9,7 +9,6 @@ exactly.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,9 @@ from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
+from dispatcher.problem.arrays import with_own_error_state
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.values import seed_value
 
 Role = Literal["data", "weight", "factor", "term"]
 
@@ -174,17 +175,6 @@ _BLOCK = 1 << 16  # elements made at once
 _GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
 
 
-def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an int.
-
-    Raises:
-        InputError: it is not an integer, or not in ``0 <= seed < 2**64``.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**64:
-        raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1")
-    return int(seed)
-
-
 @dataclass(frozen=True)
 class _Use:
     """What a tensor is used for, and the factor that brings bell-shaped numbers to the right spread."""
@@ -264,6 +254,7 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
     return bell * number(use.spread)
 
 
+@with_own_error_state
 def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
     """Make every input tensor of ``operator``.
 
@@ -278,7 +269,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     Raises:
         InputError: ``seed`` or ``kind`` is not as it should be.
     """
-    seed = check_seed(seed)
+    seed = seed_value("seed", seed)
     if kind not in INPUT_SETS:
         raise InputError(f"kind is {kind!r}; expected one of {', '.join(INPUT_SETS)}")
     uses = _uses(operator)

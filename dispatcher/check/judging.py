@@ -19,7 +19,7 @@ import numpy as np
 
 from dispatcher import registry
 from dispatcher.check.comparison import Comparison, Progress, part, verify_results
-from dispatcher.check.inputs import check_seed, random_tensors
+from dispatcher.check.inputs import random_tensors
 from dispatcher.check.kernelfile import Sizes, as_texts, read_kernel
 from dispatcher.check.kernelrun import OUTPUT_FILE
 from dispatcher.check.verifying import changed_inputs, check_inputs, checksums, comparison_dict, sets_for
@@ -28,11 +28,12 @@ from dispatcher.device.childprocess import LONGEST_S, Ended, run_child, unwound_
 from dispatcher.device.selection import backend_devices, candidates, first_usable, parse_request, skipped_list
 from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
 from dispatcher.interface import Device, device_dict
-from dispatcher.problem.arguments import bind_numbers, count_value, seconds_value
+from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.userkernel import UserKernel
+from dispatcher.problem.values import count_value, seconds_value, seed_value
 
 TIMEOUT_S = 60.0
 ENTRY = "solution"
@@ -198,7 +199,7 @@ def verify_kernel(
         DeviceError: no device of the request can run such files.
         KernelError: something failed that is not the kernel's fault.
     """
-    seed = check_seed(seed)
+    seed = seed_value("seed", seed)
     timeout_s = seconds_value("timeout_s", timeout_s, LONGEST_S)
     repeats, warmup = count_value("repeats", repeats, 1), count_value("warmup", warmup, 0)
     wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else as_texts("inputs", inputs))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import queue
@@ -223,6 +224,7 @@ def _child(limit_s: float, function: str, arguments: Sequence[str], folder: str 
     def report(value: Any) -> None:
         print(json.dumps(value), file=pipe, flush=True)
 
+    logging.getLogger("dispatcher").setLevel(logging.ERROR)  # the parent finds out itself what is worth a warning
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(report, *arguments)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dispatcher import registry
 from dispatcher.device import selftest
-from dispatcher.device.filecache import cache_root
+from dispatcher.device.filecache import REMEDY, cache_root, nothing_kept
 from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
@@ -91,19 +91,14 @@ def _package() -> Iterator[Finding]:
 
 
 def _host() -> Iterator[Finding]:
-    folder = cache_root()
     try:
+        folder = cache_root()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         yield Finding("host", "cache folder", "ok", str(folder))
     except OSError as error:
-        detail = (
-            f"{folder} cannot be written to ({error.strerror}), so devices are tested and kernels compiled "
-            "anew in every process"
-        )
-        remedy = "set XDG_CACHE_HOME to a folder that can be written to"
-        yield Finding("host", "cache folder", "problem", detail, remedy)
+        yield Finding("host", "cache folder", "problem", nothing_kept(error), REMEDY)
     available = available_bytes()
     if available is None:
         yield Finding("host", "memory", "note", "this system does not say how much is available")

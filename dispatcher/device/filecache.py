@@ -1,13 +1,14 @@
 """Files that can be made again: compiled kernels and the like, in the user's cache folder.
 
 A cache never fails its user: an entry that is missing, cut short, damaged or unreadable is no entry, and a folder
-that cannot be written to keeps nothing. Entries appear whole or not at all, so that any number of processes may use
-one cache at once and any of them may be killed.
+that cannot be written to keeps nothing, which is said once, with what it costs. Entries appear whole or not at all, so
+that any number of processes may use one cache at once and any of them may be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -24,11 +25,36 @@ _PARTIAL = "partial-"
 _STALE_S = 3600.0
 
 
+#: What would give this process a cache.
+REMEDY = "set XDG_CACHE_HOME to a folder that can be written to"
+_told: set[str] = set()
+
+
+class NoHomeError(OSError):
+    """Nothing says where the user's files are."""
+
+
 def cache_root() -> Path:
-    """``$XDG_CACHE_HOME/kernel-dispatcher``, or ``~/.cache/kernel-dispatcher``."""
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
-    return base / "kernel-dispatcher"
+    """``$XDG_CACHE_HOME/kernel-dispatcher``, or ``~/.cache/kernel-dispatcher``.
+
+    Raises:
+        NoHomeError: neither is an absolute path.
+    """
+    base, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME")
+    if not os.path.isabs(base) and home != "":  # which would mean the root folder
+        base = os.path.join(os.path.expanduser("~"), ".cache")  # "~" stays where there is no home
+    if not os.path.isabs(base):
+        given = "HOME is not set, and the system does not know this user" if home is None else f"HOME is {home!r}"
+        raise NoHomeError(errno.ENOENT, f"there is no home folder for a cache ({given})")
+    return Path(base) / "kernel-dispatcher"
+
+
+def nothing_kept(error: OSError) -> str:
+    """Why there is no cache, and what that costs."""
+    cost = "so devices are tested and kernels compiled anew in every process"
+    if isinstance(error, NoHomeError):
+        return f"{error.strerror}, {cost}"
+    return f"{cache_root()} cannot be written to ({error.strerror}), {cost}"
 
 
 def _read(path: Path) -> bytes | None:
@@ -87,8 +113,8 @@ class FileCache:
 
     def put(self, key: str, data: bytes) -> bool:
         """Keep ``data`` under ``key``; False where the folder does not allow it."""
-        path = self._path(key)
         try:
+            path = self._path(key)
             self.folder.mkdir(parents=True, exist_ok=True)
             for folder in (cache_root(), self.folder):
                 folder.chmod(0o700)
@@ -103,6 +129,8 @@ class FileCache:
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            logger.info("nothing is cached in %s: %s", self.folder, error)
+            text = f"{nothing_kept(error)}; {REMEDY}"
+            logger.log(logging.INFO if text in _told else logging.WARNING, "%s", text)
+            _told.add(text)
             return False
         return True

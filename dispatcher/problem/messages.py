@@ -58,8 +58,9 @@ def brief(value: Any) -> str:
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an integer with too many digits to print
-        return f"a {type(value).__name__} too long to print"
+    except Exception as error:  # an integer with too many digits, or what an object's own code raises
+        length = "too long to print" if isinstance(error, ValueError) else "that cannot be printed"
+        return f"a {type(value).__name__} {length}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from dispatcher.ops.steps import (
     ValueOperand,
 )
 from dispatcher.ops.vocabulary import VOCABULARY
-from dispatcher.problem.messages import picked
-from dispatcher.problem.model import Problem, StepSpec
+from dispatcher.problem.messages import brief, picked
+from dispatcher.problem.model import Frozen, Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
 PRECISIONS = ("fp32", "tf32")
@@ -109,7 +108,7 @@ def check_precision(precision: Any) -> None:
         InputError: it is not.
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}; {one_of(precision, PRECISIONS)}")
+        raise InputError(f"precision is {brief(precision)}; {one_of(precision, PRECISIONS)}")
 
 
 def bind(
@@ -153,9 +152,8 @@ def bind(
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
-    frozen_sizes, frozen_scalars = MappingProxyType(dict(sizes)), MappingProxyType(dict(scalars))
-    steps, frozen_shapes = tuple(binder.pipeline.steps), MappingProxyType(shapes)
-    return Operator(problem, frozen_sizes, frozen_scalars, dtype, precision, steps, source, frozen_shapes)
+    steps = tuple(binder.pipeline.steps)
+    return Operator(problem, Frozen(sizes), Frozen(scalars), dtype, precision, steps, source, Frozen(shapes))
 
 
 class _Binder:

@@ -8,7 +8,6 @@ import numbers
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 from dispatcher.errors import InputError, ProblemFileError, suggest
@@ -17,8 +16,9 @@ from dispatcher.ops.steps import AXES, resolve_axes
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
-from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
+from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
+from dispatcher.problem.values import NOT_NUMBERS, unwrapped
 from dispatcher.problem.yamlfile import Locate
 
 #: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
@@ -109,7 +109,8 @@ class _ProblemReader:
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Integral):
             hint = ""
             if isinstance(value, float) and value.is_integer():
                 hint = f"; write {int(value)}" if abs(value) <= MAX_VALUE else ""
@@ -120,7 +121,8 @@ class _ProblemReader:
         return result
 
     def number(self, keys: KeyPath, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Real):
             word = value.lower().lstrip("+-") if isinstance(value, str) else ""
             hint = "; write .inf for infinity" if word in ("inf", "infinity") else ""
             raise self.fail(keys, f"got {self.kind(value)}; expected a number{hint}")
@@ -240,7 +242,7 @@ class _ProblemReader:
         source = self.source((*keys, "from"), index, entry)
         fields = {name: self.field((*keys, name), f, entry[name]) for name, f in known.items() if name in entry}
         result = self.result((*keys, "as"), index, entry["as"]) if "as" in entry else None
-        return StepSpec(op, source, result, MappingProxyType(fields))
+        return StepSpec(op, source, result, Frozen(fields))
 
     def source(self, keys: KeyPath, index: int, entry: Mapping[str, Any]) -> str | None:
         if index == 0:
@@ -345,8 +347,7 @@ class _ProblemReader:
         if not isinstance(raw, Mapping):
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
-            self.label(("cases",), name): MappingProxyType(self.case(("cases", name), values))
-            for name, values in raw.items()
+            self.label(("cases",), name): Frozen(self.case(("cases", name), values)) for name, values in raw.items()
         }
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:
@@ -406,7 +407,7 @@ def problem_from_mapping(
     tolerance = reader.number(("tolerance",), mapping.get("tolerance", 1.0))
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
-    parameters, known_cases = tuple(reader.parameters.values()), MappingProxyType(cases)
+    parameters, known_cases = tuple(reader.parameters.values()), Frozen(cases)
     problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path)
     for case in cases:
         reader.check_case(problem, case)

@@ -1,11 +1,12 @@
 """The process around one command: its output streams, its log, its signals, and how it ends.
 
-Results go to stdout, everything else to stderr. Whatever is changed for a command (log handlers, environment
-variables, what SIGTERM does) is as before when :func:`prepared` ends.
+Results go to stdout, everything else to stderr. Whatever is changed for a command (the streams, log handlers,
+environment variables, what SIGTERM does) is as before when :func:`prepared` ends.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -15,10 +16,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dispatcher.errors import DispatcherError, InputError, KernelError
 from dispatcher.report.layout import duration, first_sentence
@@ -44,6 +45,53 @@ _LOGGER = "dispatcher"
 
 class ClosedPipeError(Exception):
     """Nobody reads stdout any more."""
+
+
+class _Outlet(io.BufferedIOBase):
+    """The bytes of stdout or stderr, whoever writes them: ourselves, the parser of the command line, the interpreter.
+
+    After a failure they go nowhere, since whatever is left in a buffer is written once more when the interpreter ends.
+
+    Args:
+        target: where they go.
+        failed: told the first failure; it may raise an error in its place.
+    """
+
+    def __init__(self, target: BinaryIO, failed: Callable[[OSError], None]) -> None:
+        self._target, self._failed = target, failed
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    def write(self, data: Any) -> int:
+        if len(data) > 0:  # nothing is written to find out whether a stream takes bytes, and errors then count as a no
+            self._attempt(lambda: self._target.write(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._attempt(self._target.flush)
+
+    def _attempt(self, what: Callable[[], Any]) -> None:
+        try:
+            what()
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            self._failed(error)
+
+
+def _unwritten(error: OSError) -> None:
+    """What a failure of stdout means to a command."""
+    if isinstance(error, BrokenPipeError):
+        raise ClosedPipeError from None
+    raise InputError(f"stdout cannot be written: {one_line(error)}") from error
 
 
 class Terminated(BaseException):
@@ -82,6 +130,18 @@ def prepared(arguments: Sequence[str]) -> Iterator[None]:
         _command = _Command(as_json="--json" in options, undo=undo)
         if sys.stderr is None:  # what goes there goes nowhere; without that, print() would take stdout
             undo.enter_context(redirect_stderr(undo.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        for stream, redirect, failed in (
+            (sys.stdout, redirect_stdout, _unwritten),
+            (sys.stderr, redirect_stderr, lambda error: None),  # there is nobody left to tell
+        ):
+            target = getattr(stream, "buffer", None)
+            if target is not None:  # else somebody took its place with what takes text alone
+                stream.flush()
+                # What the encoding does not have is escaped: that the work was done counts for more.
+                outlet: Any = _Outlet(target, failed)
+                ours = io.TextIOWrapper(outlet, stream.encoding, "backslashreplace", write_through=True)
+                undo.callback(ours.detach)
+                undo.enter_context(redirect(ours))
         undo.enter_context(warnings.catch_warnings())
         warnings.showwarning = _show_warning
         yield
@@ -128,12 +188,7 @@ def say(text: str) -> None:
         ClosedPipeError: nobody reads it.
         InputError: it cannot be written, for instance because a disk is full.
     """
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise ClosedPipeError from None
-    except OSError as error:
-        raise InputError(f"stdout cannot be written: {one_line(error)}") from error
+    print(text, flush=True)
 
 
 def answer(command: str | None, content: dict[str, Any]) -> None:
@@ -220,7 +275,7 @@ def fail(error: BaseException, command: str | None) -> int:
         The exit code.
     """
     if isinstance(error, ClosedPipeError):
-        return _leave_pipe()
+        return CLOSED_PIPE
     kind, message, code = _failure(error, command)
     if _command.debug and isinstance(error, Exception):
         traceback.print_exception(error)
@@ -232,16 +287,10 @@ def fail(error: BaseException, command: str | None) -> int:
         try:
             answer(command, {"error": {"kind": kind, "message": message, "exit_code": code}})
         except ClosedPipeError:
-            _leave_pipe()
+            return code
         except InputError as unwritten:
             complain(one_line(unwritten))
     return code
-
-
-def _leave_pipe() -> int:
-    """The interpreter flushes stdout once more when it ends; let it do that into nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE
 
 
 def _failure(error: BaseException, command: str | None) -> tuple[str, str, int]:

@@ -37,6 +37,7 @@ from dispatcher.ops.steps import (
     ValueOperand,
 )
 from dispatcher.ops.vocabulary import MAXIMUM
+from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import Operator
 
 #: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
@@ -453,12 +454,12 @@ def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
         InputError: a name is unknown, or a library is not installed.
     """
     if not isinstance(names, str | Sequence):
-        raise InputError(f"against is {names!r}; expected one of {', '.join(PEERS)}, or a list of them")
+        raise InputError(f"against is {brief(names)}; expected one of {', '.join(PEERS)}, or a list of them")
     given = names.split(",") if isinstance(names, str) else list(names)
-    found = tuple(dict.fromkeys(str(name).strip() for name in given))
-    for name in found:
-        if name not in PEERS:
-            raise InputError(f"against is {name!r}; {one_of(name, PEERS)}, or several with commas")
+    for name in given:
+        if not isinstance(name, str) or name.strip() not in PEERS:
+            raise InputError(f"against is {brief(name)}; {one_of(name, PEERS)}, or several with commas")
+    found = tuple(dict.fromkeys(name.strip() for name in given))
     for name in found:
         missing = [module for module in PEERS[name].modules if importlib.util.find_spec(module) is None]
         if missing:

@@ -86,9 +86,7 @@ def store_all(
             for name, data in before.items():
                 RESULTS.drop(name) if data is None else RESULTS.put(name, data)
     if not kept:
-        logger.warning(
-            "what was tuned is not kept: %s cannot be written; set XDG_CACHE_HOME to a folder that can", RESULTS.folder
-        )
+        logger.warning("what was tuned is not kept")  # the cache has said why
     return kept
 
 
