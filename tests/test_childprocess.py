@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
 from tests.children import heeding, soon
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def talk(report: Report, *arguments: str) -> None:
@@ -196,3 +199,49 @@ def test_a_child_that_cannot_see_its_parent_go_ends_itself() -> None:
 def wait(report: Report) -> None:
     """Waits in C, where no Python handler runs."""
     ctypes.CDLL(None).sleep(20)
+
+
+# ---- the same in any folder, and like the parent -----------------------------------------------------------
+def surroundings(report: Report) -> None:
+    """Reports what it can import, its flags, and what became of a signal."""
+    import numpy
+    import yaml
+
+    flags = [sys.flags.isolated, sys.flags.utf8_mode, sys.warnoptions, signal.getsignal(signal.SIGCHLD)]
+    report([Path(yaml.__file__).parent.name, Path(numpy.__file__).parent.name, *flags])
+
+
+FLAGS = """
+import json, os, pathlib, shutil, signal, sys
+root, folder = sys.argv[1:]
+sys.path += [root]
+from dispatcher.device.childprocess import run_child
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+sys.path[:0] = ["", pathlib.Path("some"), None, "nowhere", "relative", "archive.zip"]
+sys.path[:0] = [folder]  # another package of our name: ours is loaded already
+os.chdir(folder)
+for gone in (False, True):
+    if gone:
+        shutil.rmtree(folder)
+    ended = run_child("tests.test_childprocess:surroundings", [], 60.0)
+    print(json.dumps(ended.reports), ended.printed)
+"""
+
+
+def test_a_child_is_like_its_parent_in_any_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("json", "yaml", "numpy", "signal", "dispatcher"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, "-I", "-X", "utf8", "-W", "error::UserWarning", "-c", FLAGS, str(ROOT), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    wanted = [["yaml", "numpy", 1, 1, ["error::UserWarning"], int(signal.SIG_DFL)]]
+    assert (done.stdout.splitlines(), done.stderr) == ([f"{json.dumps(wanted)} "] * 2, "")
+
+
+def test_the_command_line_is_the_same_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, "-m", "dispatcher", "problems"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")

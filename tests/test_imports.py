@@ -48,6 +48,7 @@ ROOMS = (
 #: What a backend may know of the dispatcher.
 INTERFACE = {
     "dispatcher.problem.dlpack",
+    "dispatcher.device.childprocess",
     "dispatcher.device.filecache",
     "dispatcher.errors",
     "dispatcher.interface",

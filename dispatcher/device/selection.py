@@ -305,9 +305,16 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield label, str(error)
+            yield _passed_over(label, str(error))
         else:
             yield device.id, device
+
+
+def _passed_over(label: str, reason: str) -> Candidate:
+    """A part of a request that gives no device; a warning too, where a fork took it from this process."""
+    if any(text in reason for text in _forked_with.values()):
+        warnings.warn(f"{label} is passed over: {reason}", FallbackWarning, stacklevel=2)
+    return label, reason
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -320,7 +327,7 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield label, device.reason or "it is not available"
+                    yield _passed_over(label, device.reason or "it is not available")
             usable = [device for device in tried if device.available and device.kind == kind]
             for device in sorted(usable, key=selftest.speed, reverse=True):
                 yield device.id, device
