@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
+from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, sigchld_ignored, unwound_by_signals
 from tests.children import heeding, soon
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,11 +203,11 @@ def wait(report: Report) -> None:
 
 # ---- the same in any folder, and like the parent -----------------------------------------------------------
 def surroundings(report: Report) -> None:
-    """Reports what it can import, its flags, and what became of a signal."""
+    """Reports what it can import, its flags, and whether it is told of its children."""
     import numpy
     import yaml
 
-    flags = [sys.flags.isolated, sys.flags.utf8_mode, sys.warnoptions, signal.getsignal(signal.SIGCHLD)]
+    flags = [sys.flags.isolated, sys.flags.utf8_mode, sys.warnoptions, sigchld_ignored()]
     report([Path(yaml.__file__).parent.name, Path(numpy.__file__).parent.name, *flags])
 
 
@@ -235,7 +235,7 @@ def test_a_child_is_like_its_parent_in_any_folder(tmp_path: Path) -> None:
         (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     command = [sys.executable, "-I", "-X", "utf8", "-W", "error::UserWarning", "-c", FLAGS, str(ROOT), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    wanted = [["yaml", "numpy", 1, 1, ["error::UserWarning"], int(signal.SIG_DFL)]]
+    wanted = [["yaml", "numpy", 1, 1, ["error::UserWarning"], True]]
     assert (done.stdout.splitlines(), done.stderr) == ([f"{json.dumps(wanted)} "] * 2, "")
 
 

@@ -176,6 +176,11 @@ def run_child(
     return Ended(code, _signal_name(code), reports, printed.text(), starved_s)
 
 
+def sigchld_ignored() -> bool:
+    """Whether nobody can wait for a child's end here: exit codes are lost, and some compilers fail."""
+    return hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+
+
 def no_python() -> str:
     """Why this process cannot start another Python; empty where it can."""
     if getattr(sys, "frozen", False):
@@ -245,7 +250,6 @@ def _child(limit_s: float, function: str, arguments: Sequence[str], folder: str 
     """What the child process does."""
     if hasattr(signal, "alarm"):
         signal.alarm(math.ceil(limit_s) + _GRACE_S)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, exit codes of compilers are lost
     lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

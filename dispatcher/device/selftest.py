@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from dispatcher import registry
-from dispatcher.device.childprocess import OWN_SIGNALS, no_python, run_child
+from dispatcher.device.childprocess import OWN_SIGNALS, no_python, run_child, sigchld_ignored
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import InputError
 from dispatcher.interface import Device
@@ -148,7 +148,7 @@ def _key(*parts: Any) -> str:
         import resource  # POSIX only
 
         limits = [resource.getrlimit(getattr(resource, name))[0] for name in _LIMITS if hasattr(resource, name)]
-    return json.dumps((_FORMAT, __version__, sys.prefix, limits, *parts))
+    return json.dumps((_FORMAT, __version__, sys.prefix, limits, sigchld_ignored(), *parts))
 
 
 def _known(key_of: Callable[[], str], arguments: Sequence[str], what: str, again: bool) -> SelfTest | None:
@@ -226,6 +226,8 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
     if ended.code == 0 and len(ended.reports) == 2:
         return SelfTest(**ended.reports[1]), True
     how = f"the process ended with exit code {ended.code}{ended.last_line}"
+    if sigchld_ignored():
+        how = f"the process ended without an answer{ended.last_line}; SIGCHLD is ignored, which drivers may not survive"
     return SelfTest("failed", f"failed: {how}") if began else SelfTest("error", f"could not be run: {how}"), False
 
 
