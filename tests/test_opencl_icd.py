@@ -423,7 +423,7 @@ def test_intels_runtime_is_found_beside_other_users_and_libraries(tmp_path: Path
     subprocess.run(command, check=True, input=b"int nothing;")
     dropped = (*icd.USER_VARIABLES, icd.OWN_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    environment.update(XDG_CACHE_HOME=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path), DISPATCHER_SELF_TEST="on")
+    environment.update(XDG_CACHE_HOME=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path), DISPATCHER_SELF_TEST="off")
     child = subprocess.run(
         [sys.executable, "-c", SOMEBODY_ASKED_BEFORE],
         check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True,

@@ -285,6 +285,7 @@ for call in (
     lambda: dispatcher.compile(conv, device=request).device,
     lambda: dispatcher.explain(conv, device=request, case="sample"),
     lambda: dispatcher.verify([conv], device=request, case="sample"),
+    lambda: dispatcher.verify([conv], device="all", case="sample"),
 ):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -142,6 +142,14 @@ def devices(*, retest: bool = False) -> list[Device]:
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
 
 
+def usable_devices() -> list[Device]:
+    """The usable ones among :func:`devices`; with a warning where a fork took some from this process."""
+    found = devices()
+    for device in found:
+        _passed_over(device.id, device.reason or "")
+    return [device for device in found if device.available]
+
+
 def backend_devices(name: str) -> tuple[Device, ...]:
     """The devices of one backend, looked for and tried out once in a process.
 
