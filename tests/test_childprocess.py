@@ -246,3 +246,15 @@ def test_the_command_line_is_the_same_in_any_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_in_the_way_of_the_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dispatcher").mkdir()
+    # The list stands for the import hook of an editable installation.
+    more = f"dispatcher.__path__ = [*dispatcher.__path__, {str(ROOT / 'dispatcher')!r}]"
+    command = [sys.executable, "-S", "-c", f"import dispatcher; {more}; import dispatcher.cli"]
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path.endswith("site-packages"))])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path / 'dispatcher'} is in the way of the package dispatcher; rename")
