@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher import cli
 from dispatcher.device.filecache import FileCache, cache_root
 
 
@@ -59,17 +58,3 @@ def test_what_killed_writers_left_is_swept(cache: FileCache) -> None:
     os.utime(old, (past, past))
     cache.put("second", b"2")
     assert not old.exists() and young.exists()
-
-
-def test_what_cannot_be_kept_is_said_once_with_its_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocked = tmp_path / "a file in the way"
-    blocked.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    cache = FileCache("things")
-    assert [cache.put("key", b"data") for _ in range(2)] == [False, False]
-    assert [cli.main(["problems"]) for _ in range(2)] == [0, 0]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"note: {blocked}/kernel-dispatcher cannot be written to (Not a directory)")
-    assert "compiled anew in every process; set XDG_CACHE_HOME" in line

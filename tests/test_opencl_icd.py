@@ -446,7 +446,7 @@ def test_settings_of_compilers_cannot_change_a_result(monkeypatch: pytest.Monkey
     backend = registry.backend("opencl")
     runtime = backend._runtime(device)  # type: ignore[attr-defined]
     monkeypatch.setenv("PYOPENCL_BUILD_OPTIONS", "-cl-fast-relaxed-math -cl-opt-disable")
-    program = runtime.program("__kernel void nothing() {}")
+    program = runtime._build("__kernel void nothing() {}")
     given = program.get_build_info(runtime.device, cl.program_build_info.OPTIONS)
     assert "-cl-std" in given and "fast" not in given and "opt-disable" not in given
     keys = set()

@@ -17,9 +17,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-#: Folders in which this process could keep nothing, and why not.
-unkept: dict[str, str] = {}
-
 _DIGEST_BYTES = hashlib.sha256().digest_size
 #: How entries are called while they are written, and after how long one can no longer be in the making.
 _PARTIAL = "partial-"
@@ -89,6 +86,5 @@ class FileCache:
                 raise
         except OSError as error:
             logger.info("nothing is cached in %s: %s", self.folder, error)
-            unkept[str(cache_root())] = error.strerror or str(error)
             return False
         return True

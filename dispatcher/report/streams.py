@@ -80,12 +80,6 @@ def prepared(arguments: Sequence[str]) -> Iterator[None]:
         undo.enter_context(warnings.catch_warnings())
         warnings.showwarning = _show_warning
         yield
-        from dispatcher.device.filecache import unkept  # it need not be imported to ask for help
-
-        while unkept:
-            folder, reason = unkept.popitem()
-            cost = "devices are tested and kernels compiled anew in every process"
-            note(f"{folder} cannot be written to ({reason}), so {cost}; set XDG_CACHE_HOME to a folder that can")
 
 
 def raise_when_terminated() -> None:
