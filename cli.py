@@ -16,7 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from dispatcher import __version__
+try:
+    from dispatcher import __version__
+except ImportError:  # only where an import hook finds this module all the same, as that of an editable installation
+    import dispatcher
+
+    place = dispatcher.__file__ or next(iter(dispatcher.__path__))
+    print(f"error: {place} is in the way of the package dispatcher; rename it or take it off the path", file=sys.stderr)
+    sys.exit(2)
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.report import documents, streams, words
 from dispatcher.report.streams import answer, complain, note, note_skipped, progress, say

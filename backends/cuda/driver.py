@@ -111,7 +111,9 @@ def footprint() -> str:
     with suppress(OSError):  # there only where NVIDIA's kernel module is loaded
         version = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     settings = sorted(
-        (name, value) for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_", "LD_"))
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(("CUDA_", "NVIDIA_", "NVCC_", "DISPATCHER_NVCC", "LD_"))
     )
     return repr((version, settings))
 

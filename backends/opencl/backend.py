@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
+from dispatcher.backends.opencl.icd import remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
-from dispatcher.errors import DeviceError, first_line, install
+from dispatcher.errors import DeviceError, first_line
 from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
@@ -34,11 +35,13 @@ class OpenClBackend:
             import_pyopencl()
             from dispatcher.backends.opencl.runtime import find_devices
         except Exception as error:
-            return [self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; {install('cpu')}")]
+            return [self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; {remedy()}")]
+        if refusal := unsafe_setting():
+            return [self._missing(refusal)]
         try:
             found = find_devices()
         except Exception as error:
-            return [self._missing(f"no OpenCL platform: {first_line(error)}; {install('cpu')}")]
+            return [self._missing(f"no OpenCL platform: {first_line(error)}; {remedy()}")]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
         self._found = found

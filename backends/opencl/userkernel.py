@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pyopencl as cl
 
-from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error
+from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, build, first_error
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import MARGIN, MARGIN_BYTES, Device
 from dispatcher.problem.userkernel import Kind, UserKernel
@@ -72,7 +72,7 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", cl.CompilerWarning)
         try:
-            return cl.Program(runtime.context, kernel.source()).build(options, cache_dir=cast(Any, False))
+            return build(cl._cl._Program(runtime.context, kernel.source()), options)
         except cl.RuntimeError as error:
             log = _compiler_log(str(error))
             first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
@@ -80,9 +80,9 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
 
 
 def _compiler_log(message: str) -> str:
-    """The compiler's own words in PyOpenCL's message, which has a head, and the options at the end."""
+    """The compiler's own words in PyOpenCL's message, which has a head."""
     _, found, rest = message.partition("\n\nBuild on ")
-    log = rest.partition("\n")[2].rpartition("\n(options: ")[0] if found else message
+    log = rest.partition("\n")[2] if found else message
     return log.strip()
 
 

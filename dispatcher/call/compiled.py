@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from dispatcher.call.explanation import Explanation, explain_choice
 from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
-    FallbackWarning,
     Request,
     as_kernel_error,
     choose,
@@ -367,11 +365,7 @@ class CompiledOperator:
         self._process = os.getpid()
         self._lock = threading.RLock()
         _left_behind.append((self._programs, self._last))
-        last = self._last
         self._programs, self._signatures, self._last, self._first = {}, {}, None, None
-        if last is not None and last.choice.device.kind != "reference" and not self._request.named:
-            text = f"{last.choice.device.id} does not survive a fork of the process; the next device is tried"
-            warnings.warn(text, FallbackWarning, stacklevel=4)
 
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
         """Analyse a call and remember the result under ``key``.

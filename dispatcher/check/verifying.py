@@ -25,7 +25,7 @@ import numpy as np
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, Progress, part, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
-from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
+from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
 from dispatcher.interface import Device, device_dict
@@ -314,7 +314,7 @@ def verify_operators(
     """
     places: list[tuple[str | Device | None, Device]]
     if device == "all":
-        places = [(found.id, found) for found in devices() if found.available]
+        places = [(found.id, found) for found in usable_devices()]
     else:
         places = [(device, first_usable(parse_request(device))[0])]
     results = []

@@ -152,6 +152,14 @@ def devices(*, retest: bool = False) -> list[Device]:
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
 
 
+def usable_devices() -> list[Device]:
+    """The usable ones among :func:`devices`; with a warning where a fork took some from this process."""
+    found = devices()
+    for device in found:
+        _passed_over(device.id, device.reason or "")
+    return [device for device in found if device.available]
+
+
 def backend_devices(name: str) -> tuple[Device, ...]:
     """The devices of one backend, looked for and tried out once in a process.
 
@@ -315,9 +323,16 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield label, str(error)
+            yield _passed_over(label, str(error))
         else:
             yield device.id, device
+
+
+def _passed_over(label: str, reason: str) -> Candidate:
+    """A part of a request that gives no device; a warning too, where a fork took it from this process."""
+    if any(text in reason for text in _forked_with.values()):
+        warnings.warn(f"{label} is passed over: {reason}", FallbackWarning, stacklevel=2)
+    return label, reason
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -330,7 +345,7 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield label, device.reason or "it is not available"
+                    yield _passed_over(label, device.reason or "it is not available")
             usable = [device for device in tried if device.available and device.kind == kind]
             for device in selftest.fastest_first(usable):
                 yield device.id, device

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 # ---- devices -----------------------------------------------------------------------------------------------
 def say_devices(found: Sequence[Device], auto: str | None) -> None:
     """Every device, or why it cannot be used, and what ``auto`` picks."""
-    from dispatcher.device.selftest import failed
-
     rows = [
-        (device.id, device.kind, "fails" if failed(device) else "yes", _tested_as(device), device.name)
+        (device.id, device.kind, "yes", _tested_as(device), device.name)
         if device.available
         else (device.backend if device.name == device.backend else device.id, *("", "no", "", device.reason or ""))
         for device in found
