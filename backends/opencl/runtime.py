@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import linecache
 import logging
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +37,9 @@ CACHE_SHARE = 0.88
 KEEP_BYTES = 1 << 30
 #: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
 BUILD_OPTIONS = ("-cl-std=CL1.2",)
+#: Built programs that are kept for later executables.
+MOST_PROGRAMS = 512
+_QUIET = ("ignore", None, cl.CompilerWarning, None, 0)
 
 
 def first_error(log: str) -> str:
@@ -54,6 +59,47 @@ def core_cache() -> int:
     return COMMON_CORE_CACHE
 
 
+@contextlib.contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """Build without PyOpenCL's warning that the compiler said something.
+
+    ``warnings.catch_warnings`` would undo, or keep for good, what other threads do to the filters meanwhile.
+    """
+    warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread has put back the filters of an earlier time
+            warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
+
+
+class Kernel:
+    """A kernel, which keeps its arguments to itself: threads take turns to set them and to enqueue it.
+
+    PyOpenCL writes a Python module for each one and leaves its text in ``linecache`` for good, under a name that it
+    looks for among all others there. So there is one for all threads, they are made one at a time, and the text goes.
+
+    Args:
+        program: the built program.
+        name: of the kernel.
+    """
+
+    _making = threading.Lock()
+
+    def __init__(self, program: Any, name: str) -> None:
+        self._lock = threading.Lock()
+        with self._making:
+            self.raw = cl.Kernel(program, name)
+            for entry in [entry for entry in list(linecache.cache) if f"pyopencl invoker for '{name}'" in entry]:
+                linecache.cache.pop(entry, None)
+
+    def enqueue(self, queue: Any, items: int, local: int | None, *arguments: Any) -> Any:
+        """Enqueue ``items`` work-items in groups of ``local``; returns the event."""
+        with self._lock:
+            self.raw.set_args(*arguments)
+            return cl.enqueue_nd_range_kernel(queue, self.raw, (items,), None if local is None else (local,))
+
+
 class OpenClRuntime:
     """One device with its context. Programs are built once for each source text."""
 
@@ -63,7 +109,7 @@ class OpenClRuntime:
             discard_damaged(cache_folder())
         self.context = cl.Context([device])
         self.host = HostPool(KEEP_BYTES)
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[str, tuple[Any, dict[str, Kernel]]] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -88,25 +134,27 @@ class OpenClRuntime:
         """A new in-order queue that records times."""
         return cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
 
-    def program(self, text: str) -> Any:
-        """Build ``text``, or return the program built from it before.
+    def kernel(self, text: str, name: str) -> Kernel:
+        """The kernel ``name`` of the program built from ``text``. Both are made once, whoever asks at the same time.
 
         Raises:
             BuildError: with the compiler's first error line and its whole log.
         """
         with self._lock:
-            built = self._programs.get(text)
-            if built is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", cl.CompilerWarning)
-                    built = self._cached(text) or self._build(text)
-                self._programs[text] = built
-            return built
+            if text not in self._programs:
+                self._programs[text] = self._cached(text) or self._build(text), {}
+            self._programs[text] = program, kernels = self._programs.pop(text)  # behind those asked for longer ago
+            if len(self._programs) > MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            if name not in kernels:
+                kernels[name] = Kernel(program, name)
+            return kernels[name]
 
     def _build(self, text: str) -> Any:
         # PyOpenCL's own cache is left out: a process killed while it writes blocks all others.
         try:
-            built = cl.Program(self.context, text).build(list(BUILD_OPTIONS), cache_dir=cast(Any, False))
+            with quiet_compiler():
+                built = cl.Program(self.context, text).build(list(BUILD_OPTIONS), cache_dir=cast(Any, False))
         except cl.RuntimeError as error:
             raise BuildError(self._build_message(str(error)), str(error)) from error
         if self._use_cache:
@@ -119,7 +167,8 @@ class OpenClRuntime:
         if binary is None:
             return None
         try:
-            return cl.Program(self.context, [self.device], [binary]).build()
+            with quiet_compiler():
+                return cl.Program(self.context, [self.device], [binary]).build()
         except cl.Error as error:
             logger.info("a cached program is of no use any more: %s", error)
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pyopencl as cl
 
-from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error
+from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error, quiet_compiler
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import MARGIN, MARGIN_BYTES, Device
 from dispatcher.problem.userkernel import Kind, UserKernel
@@ -69,14 +68,13 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
         *("-I", kernel.include_path(scratch)),
         *kernel.build_options,
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cl.CompilerWarning)
-        try:
+    try:
+        with quiet_compiler():
             return cl.Program(runtime.context, kernel.source()).build(options, cache_dir=cast(Any, False))
-        except cl.RuntimeError as error:
-            log = _compiler_log(str(error))
-            first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
-            raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
+    except cl.RuntimeError as error:
+        log = _compiler_log(str(error))
+        first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
+        raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
 
 
 def _compiler_log(message: str) -> str:
