@@ -64,6 +64,13 @@ class Comparison:
     worst_reference: float = math.nan
     reason: str = ""
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all figures are the same, where NaN is the same as NaN: a copy is equal."""
+        return isinstance(other, Comparison) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @property
     def severity(self) -> float:
         """The larger of the two ratios of error and bound, by which results can be sorted; NaN counts as infinite."""

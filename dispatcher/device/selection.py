@@ -23,7 +23,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dispatcher import registry
@@ -110,14 +110,22 @@ class Choice:
     Attributes:
         device: the device.
         backend: its backend.
-        executable: the compiled operator; None for an empty one, which nothing has to run.
+        executable: the compiled operator; None for an empty one, which nothing has to run, and in a copy.
         skipped: (device or backend, reason) of each one that was preferred and passed over.
     """
 
     device: Device
     backend: Backend
-    executable: Executable | None
+    executable: Executable | None = field(compare=False)
     skipped: tuple[tuple[str, str], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was chosen and why can be copied and sent away; what runs it stays with its device."""
+        return _copied_choice, (self.device, self.skipped)
+
+
+def _copied_choice(device: Device, skipped: tuple[tuple[str, str], ...]) -> Choice:
+    return Choice(device, backend_of(device), None, skipped)
 
 
 def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from dispatcher.ops.steps import (
 )
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.messages import picked
-from dispatcher.problem.model import Problem, StepSpec
+from dispatcher.problem.model import Frozen, Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
 PRECISIONS = ("fp32", "tf32")
@@ -153,9 +152,8 @@ def bind(
     binder = _Binder(sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
-    frozen_sizes, frozen_scalars = MappingProxyType(dict(sizes)), MappingProxyType(dict(scalars))
-    steps, frozen_shapes = tuple(binder.pipeline.steps), MappingProxyType(shapes)
-    return Operator(problem, frozen_sizes, frozen_scalars, dtype, precision, steps, source, frozen_shapes)
+    steps = tuple(binder.pipeline.steps)
+    return Operator(problem, Frozen(sizes), Frozen(scalars), dtype, precision, steps, source, Frozen(shapes))
 
 
 class _Binder:

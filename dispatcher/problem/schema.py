@@ -8,7 +8,6 @@ import numbers
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 from dispatcher.errors import InputError, ProblemFileError
@@ -17,7 +16,7 @@ from dispatcher.ops.steps import AXES, resolve_axes
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
-from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
+from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
 from dispatcher.problem.yamlfile import Locate
 
@@ -240,7 +239,7 @@ class _ProblemReader:
         source = self.source((*keys, "from"), index, entry)
         fields = {name: self.field((*keys, name), f, entry[name]) for name, f in known.items() if name in entry}
         result = self.result((*keys, "as"), index, entry["as"]) if "as" in entry else None
-        return StepSpec(op, source, result, MappingProxyType(fields))
+        return StepSpec(op, source, result, Frozen(fields))
 
     def source(self, keys: KeyPath, index: int, entry: Mapping[str, Any]) -> str | None:
         if index == 0:
@@ -345,7 +344,7 @@ class _ProblemReader:
         if not isinstance(raw, Mapping):
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
-            self.label(("cases",), name): MappingProxyType(self.case(("cases", name), values))
+            self.label(("cases",), name): Frozen(self.case(("cases", name), values))
             for name, values in raw.items()
         }
 
@@ -406,7 +405,7 @@ def problem_from_mapping(
     tolerance = reader.number(("tolerance",), mapping.get("tolerance", 1.0))
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
-    parameters, known_cases = tuple(reader.parameters.values()), MappingProxyType(cases)
+    parameters, known_cases = tuple(reader.parameters.values()), Frozen(cases)
     problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path)
     for case in cases:
         reader.check_case(problem, case)
