@@ -153,18 +153,18 @@ class OpenClExecutable:
         dtype = np.dtype(self._operator.dtype)
         if output is None:
             output = self._runtime.host.empty(self._operator.output_shape, dtype)
-        with self._lock:
-            # A call that is broken off, wherever, leaves nothing: what it had may be half made, or still be written to.
-            kept, self._kept = self._kept, {}
-            try:
+        try:
+            with self._lock:
+                # A call that is broken off leaves nothing: what it had may be half made, or still be written to.
+                kept, self._kept = self._kept, {}
                 self._run(kept, tensors, output, timings)
                 self._kept = kept
-            except BaseException as error:
-                with suppress(cl.Error):
-                    self._queue.finish()  # the caller may use the output and the tensors for something else now
-                if isinstance(error, cl.Error):
-                    raise self._failure(error) from error
-                raise
+        except BaseException as error:
+            with suppress(cl.Error):
+                self._queue.finish()  # the caller may use the output and the tensors for something else now
+            if isinstance(error, cl.Error):
+                raise self._failure(error) from error
+            raise
         return output
 
     def _failure(self, error: Exception) -> KernelError:

@@ -192,6 +192,9 @@ class PreparedCall:
         """The device that runs it, and those passed over."""
         return self._program.choice
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a prepared call stays where it was prepared; copy or pickle the compiled operator instead")
+
     def __call__(self, output: Any = None, timings: Timings | None = None) -> Any:
         """Run it and wait for the result.
 
@@ -212,6 +215,9 @@ class CompiledOperator:
 
     It may be called from several threads, and with tensors of different shapes: each operator that results is
     compiled once and kept, the least recently used ones being dropped when there are many.
+
+    A copy, also one that is made by pickle, has the same problem, settings and bound tensors, and compiles for itself
+    where it is first called.
     """
 
     def __init__(
@@ -221,6 +227,7 @@ class CompiledOperator:
         check_precision(settings.precision)
         check_options(settings.options)
         self._problem = problem
+        self._recipe = settings
         self._request: Request = parse_request(settings.device, settings.devices)
         self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
         self._settings["dtype"] = _dtype_name(settings.dtype)
@@ -272,6 +279,13 @@ class CompiledOperator:
         if self._first is None:
             self._first = first_usable(self._request)
         return self._first
+
+    def __reduce__(self) -> Any:
+        bound: dict[str, Any] = {**self._bound.sizes, **self._bound.scalars}
+        for name, tensor in self._bound.tensors.items():
+            array = _to_host(name, tensor.array, "a copied or pickled operator")
+            bound[name] = replace(tensor, array=array, on_device=False)
+        return _made_again, (self._problem, self._recipe, bound)
 
     def __repr__(self) -> str:
         where = self._request.text if self._last is None else self._last.choice.device.id
@@ -352,11 +366,11 @@ class CompiledOperator:
         """
         if self._process == os.getpid():
             return
-        self._process = os.getpid()
         self._lock = threading.RLock()
-        _left_behind.append((self._programs, self._last))
         last = self._last
+        _left_behind.append((self._programs, last))
         self._programs, self._signatures, self._last, self._first = {}, {}, None, None
+        self._process = os.getpid()  # last: an interruption may have left it half done
         if last is not None and last.choice.device.kind != "reference" and not self._request.named:
             text = f"{last.choice.device.id} does not survive a fork of the process; the next device is tried"
             warnings.warn(text, FallbackWarning, stacklevel=4)
@@ -391,8 +405,10 @@ class CompiledOperator:
                     choice = choose(operator, self._request, self._options)
                 program = _Program(operator, choice, self._bound.tensors)
                 if len(self._programs) >= MAX_PROGRAMS:
-                    dropped = self._programs.pop(min(self._programs, key=lambda k: self._programs[k].used))
+                    oldest = min(self._programs, key=lambda k: self._programs[k].used)
+                    dropped = self._programs[oldest]
                     self._signatures = {k: p for k, p in self._signatures.items() if p is not dropped}
+                    del self._programs[oldest]
                 self._programs[key] = program
             program.used = next(self._clock)
             return program
@@ -457,7 +473,7 @@ class CompiledOperator:
             elif _takes_device_arrays(choice):
                 inputs[name] = array
             else:
-                inputs[name] = host_tensor(_to_host(name, array, choice.device), program.dtype)
+                inputs[name] = host_tensor(_to_host(name, array, choice.device.id), program.dtype)
         return inputs
 
     def _split(self, program: _Program, choice: Choice) -> bool:
@@ -492,6 +508,11 @@ class CompiledOperator:
                 warn_of_fallback(operator, device, failure)
 
 
+def _made_again(problem: Problem, settings: Settings, arguments: Mapping[str, Any]) -> CompiledOperator:
+    """An operator from its recipe. What it raises on the way to a device is its first call's to raise."""
+    return CompiledOperator(problem, settings, arguments, eager=False)
+
+
 def _dtype_name(dtype: Any) -> str | None:
     """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
     if dtype is None or isinstance(dtype, str):
@@ -510,12 +531,12 @@ def _takes_device_arrays(choice: Choice) -> bool:
     return bool(getattr(choice.backend, "device_arrays", False))
 
 
-def _to_host(name: str, array: Any, device: Device) -> np.ndarray:
+def _to_host(name: str, array: Any, taker: str) -> np.ndarray:
     try:
         return np.asarray(array)
     except Exception as error:  # CuPy raises a TypeError, others what they like
         raise InputError(
-            f"tensor {name} lives on a CUDA device, and {device.id} takes arrays in host memory; "
+            f"tensor {name} lives on a CUDA device, and {taker} takes arrays in host memory; "
             "copy it to the host, or choose device='cuda'"
         ) from error
 

@@ -344,8 +344,7 @@ class _ProblemReader:
         if not isinstance(raw, Mapping):
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         return {
-            self.label(("cases",), name): Frozen(self.case(("cases", name), values))
-            for name, values in raw.items()
+            self.label(("cases",), name): Frozen(self.case(("cases", name), values)) for name, values in raw.items()
         }
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:
