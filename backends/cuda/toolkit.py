@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from dispatcher.device.filecache import FileCache
+from dispatcher.device.filecache import FileCache, Turns
 from dispatcher.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
 CUBINS = FileCache("cuda")
+_turns = Turns()
 ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
 _PROBE_TIMEOUT_S = 30.0
 _COMPILE_TIMEOUT_S = 300.0
@@ -152,10 +153,11 @@ def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, f
         BuildError: the compiler refused it, or did not run.
     """
     key = _key(kernel, architecture, toolkit)
-    image = None if fresh else CUBINS.get(key)
-    if not image:
-        image = compile_kernel(kernel, architecture, toolkit, device)
-        CUBINS.put(key, image)
+    with _turns(key):  # two devices of one kind may ask at the same time
+        image = None if fresh else CUBINS.get(key)
+        if not image:
+            image = compile_kernel(kernel, architecture, toolkit, device)
+            CUBINS.put(key, image)
     return image
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +36,8 @@ CACHE_SHARE = 0.88
 KEEP_BYTES = 1 << 30
 #: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
 BUILD_OPTIONS = ("-cl-std=CL1.2",)
+#: Built programs that are kept for later executables.
+MOST_PROGRAMS = 512
 #: What :func:`first_error` says of a log without one.
 NO_MESSAGE = "no message"
 _NO_LOG = "<error retrieving log>"  # PyOpenCL's words
@@ -73,6 +75,33 @@ def build(program: Any, options: Sequence[str] = ()) -> Any:
     return cl.Program(program.build(" ".join(options).encode()))
 
 
+class Kernel:
+    """A kernel, which keeps its arguments to itself: threads take turns to set them and to enqueue it.
+
+    PyOpenCL writes a Python module for each one and leaves its text in ``linecache`` for good, under a name that it
+    looks for among all others there. So there is one for all threads, they are made one at a time, and the text goes.
+
+    Args:
+        program: the built program.
+        name: of the kernel.
+    """
+
+    _making = threading.Lock()
+
+    def __init__(self, program: Any, name: str) -> None:
+        self._lock = threading.Lock()
+        with self._making:
+            self.raw = cl.Kernel(program, name)
+            for entry in [entry for entry in list(linecache.cache) if f"pyopencl invoker for '{name}'" in entry]:
+                linecache.cache.pop(entry, None)
+
+    def enqueue(self, queue: Any, items: int, local: int | None, *arguments: Any) -> Any:
+        """Enqueue ``items`` work-items in groups of ``local``; returns the event."""
+        with self._lock:
+            self.raw.set_args(*arguments)
+            return cl.enqueue_nd_range_kernel(queue, self.raw, (items,), None if local is None else (local,))
+
+
 class OpenClRuntime:
     """One device with its context. Programs are built once for each source text."""
 
@@ -83,7 +112,7 @@ class OpenClRuntime:
         self.context = cl.Context([device])
         self.host = HostPool(KEEP_BYTES)
         self._settings = repr(settings())
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[str, tuple[Any, dict[str, Kernel]]] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -108,20 +137,21 @@ class OpenClRuntime:
         """A new in-order queue that records times."""
         return cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
 
-    def program(self, text: str) -> Any:
-        """Build ``text``, or return the program built from it before.
+    def kernel(self, text: str, name: str) -> Kernel:
+        """The kernel ``name`` of the program built from ``text``. Both are made once, whoever asks at the same time.
 
         Raises:
             BuildError: with the compiler's first error line and its whole log.
         """
         with self._lock:
-            built = self._programs.get(text)
-            if built is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", cl.CompilerWarning)
-                    built = self._cached(text) or self._build(text)
-                self._programs[text] = built
-            return built
+            if text not in self._programs:
+                self._programs[text] = self._cached(text) or self._build(text), {}
+            self._programs[text] = program, kernels = self._programs.pop(text)  # behind those asked for longer ago
+            if len(self._programs) > MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            if name not in kernels:
+                kernels[name] = Kernel(program, name)
+            return kernels[name]
 
     def _build(self, text: str) -> Any:
         # A compiler that fails without a word may have met another process in a folder of its own cache. A comment

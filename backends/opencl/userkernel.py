@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -69,14 +68,12 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
         *("-I", kernel.include_path(scratch)),
         *kernel.build_options,
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cl.CompilerWarning)
-        try:
-            return build(cl._cl._Program(runtime.context, kernel.source()), options)
-        except cl.RuntimeError as error:
-            log = _compiler_log(str(error))
-            first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
-            raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
+    try:
+        return build(cl._cl._Program(runtime.context, kernel.source()), options)
+    except cl.RuntimeError as error:
+        log = _compiler_log(str(error))
+        first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
+        raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
 
 
 def _compiler_log(message: str) -> str:

@@ -13,9 +13,12 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,23 @@ def _read(path: Path) -> bytes | None:
         logger.info("cache entry %s is damaged and will be made again", path)
         return None
     return data
+
+
+class Turns:
+    """Locks by key: while one thread makes the thing of a key, others that want the same one wait.
+
+    Whoever holds the lock looks first whether the thing is there. One that failed to make it, or was interrupted, lets
+    the next one try.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: weakref.WeakValueDictionary[Any, threading.Lock] = weakref.WeakValueDictionary()
+
+    def __call__(self, key: Any) -> threading.Lock:
+        """The lock of ``key``, to be used in a ``with`` statement; it lives as long as somebody holds it or waits."""
+        with self._guard:
+            return self._locks.setdefault(key, threading.Lock())
 
 
 class FileCache:
