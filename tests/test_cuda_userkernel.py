@@ -22,7 +22,7 @@ from dispatcher.device import selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.userkernel import Kind, UserKernel
-from tests import children, cudasim
+from tests import cheats, children, cudasim
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 
 GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "your-kernel.md").read_text(encoding="utf-8")
@@ -222,6 +222,57 @@ def test_faults_of_host_functions_are_verdicts(write: Write, fault: str) -> None
     kernel = write(ON_HOST, ("REAL sum = 0;", f"REAL sum = 0; {text}"))
     judgement = judge_product(kernel, timeout_s=5.0)
     assert judgement.outcome == outcome
+    assert reason in judgement.reason
+
+
+@quick
+@pytest.mark.parametrize("cheat", [None, *cheats.CHEATS])
+def test_a_kernel_that_cheats_is_wrong(write: Write, cheat: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(cheats.CUDA)
+    cheats.check(cheat, cheats.judge(cheat, path, monkeypatch, device="cuda:0", global_size=420, local_size=84))
+
+
+THREAD = f"""
+#include <thread>
+static void compute{PARAMETERS};
+void solution{PARAMETERS} {{
+    std::thread([=] {{
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        compute(input, weights, scale, output, n, ic, oc, d, h, w, factor);
+    }}).detach();
+}}
+"""
+CLOCK = f"""
+#include <chrono>
+#include <vector>
+static void compute{PARAMETERS};
+void solution{PARAMETERS} {{
+    static std::vector<REAL> kept;
+    static std::chrono::steady_clock::time_point before;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - before < std::chrono::seconds(9) && !kept.empty()) {{
+        for (size_t i = 0; i < kept.size(); ++i) output[i] = kept[i];
+    }} else {{
+        compute(input, weights, scale, output, n, ic, oc, d, h, w, factor);
+        kept.assign(output, output + n * oc * d * h * w);
+    }}
+    before = now;
+}}
+"""
+
+
+@simulator_only
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (THREAD, "it went on writing output after its end, while running on"),
+        (CLOCK, "its result is that of an earlier launch"),
+    ],
+    ids=["leaves its work to a thread", "keeps results while the clock shows that it is timed"],
+)
+def test_a_host_function_that_cheats_is_wrong(write: Write, source: str, reason: str) -> None:
+    judgement = judge_product(write(f"{source}{ON_HOST.replace('void solution', 'static void compute')}"))
+    assert judgement.outcome == "wrong"
     assert reason in judgement.reason
 
 
