@@ -410,6 +410,9 @@ def test_kernels_are_told_from_functions(text: str, found: bool) -> None:
 def test_sizes_that_the_device_refuses(write: Write) -> None:
     with pytest.raises(InputError, match=r"local_size is \(2048,\); a block of this kernel has 1024 threads at most"):
         judge(write(KERNEL), local_size=2048)
+    for bounds in ("__launch_bounds__(32) void", "void __launch_bounds__(8 * (2 + 2), 2)"):
+        with pytest.raises(InputError, match=r"local_size is \(64,\); a block of this kernel has 32 threads at most"):
+            judge(write(KERNEL, ("void conv(", f"{bounds} conv(")))
     with pytest.raises(InputError, match="makes 65536 blocks along y"):
         judge(write(KERNEL), global_size="1, 65536", local_size="1, 1")
 

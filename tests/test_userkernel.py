@@ -407,6 +407,31 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
 
 @quick
 @pytest.mark.parametrize(
+    ("declared", "sizes", "wanted"),
+    [
+        ("64, 1, 1", {"local_size": 64}, ""),
+        ("64, 1, 1", {}, ""),
+        ("8, 4, 1", {"global_size": "output_elements, 4", "local_size": "8, 4"}, ""),
+        ("64, 1, 1", {"local_size": 32}, "local_size is (32,), and solution in"),
+        ("64, 1, 1", {"local_size": 32}, "is declared with reqd_work_group_size(64, 1, 1); give local_size 64 (--l"),
+        ("64, 1, 1", {"global_size": 20161}, "local_size is None, and solution in"),
+        ("8, 4, 1", {}, "reqd_work_group_size(8, 4, 1); give local_size 8,4 (--local-size)"),
+        ("64, 1, 1", {"global_size": "output_elements, 4", "local_size": "64, 4"}, "give local_size 64 (--local-size)"),
+    ],
+)
+def test_the_size_of_a_group_is_the_one_that_a_kernel_declares(
+    write: Write, device: str, declared: str, sizes: dict[str, Any], wanted: str
+) -> None:
+    kernel = write(("__kernel void", f"__kernel __attribute__((reqd_work_group_size({declared}))) void"))
+    if not wanted:
+        assert judge(kernel, device, **sizes).passed
+        return
+    with pytest.raises(InputError, match=re.escape(wanted)):
+        judge(kernel, device, **sizes)
+
+
+@quick
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"global_size": None}, "global_size is missing, which .cl files need"),
