@@ -147,6 +147,16 @@ def test_every_dtype_and_every_kind_of_parameter(write: Write, device: str, dtyp
 
 
 @quick
+def test_tensors_may_be_called_what_our_files_are(write: Write, device: str) -> None:
+    problem = json.loads(json.dumps(PROBLEM).replace('"input"', '"result"').replace('"weights"', '"request"'))
+    (judgement,) = verify_kernel(
+        problem, write(source=PRODUCT), device=device, build_options=TYPES["float32"], repeats=1,
+        global_size="30, 7, 2", inputs="signed,integers",
+    )  # fmt: skip
+    assert (judgement.outcome, judgement.reason) == ("passed", "")
+
+
+@quick
 def test_several_kinds_of_inputs(write: Write, device: str) -> None:
     # A kernel that treats NaN as zero is right on numbers alone.
     drops = write(("output[place] = sum", "output[place] = isnan(sum) ? 0.0f : sum"))
