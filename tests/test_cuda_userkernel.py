@@ -15,11 +15,12 @@ from cuda_support import SIMULATED, device, machine, simulator_only
 from fakes import CONV
 
 from dispatcher import cli
-from dispatcher.backends.cuda import toolkit, userkernel
+from dispatcher.backends.cuda import BACKEND, toolkit, userkernel
 from dispatcher.check import judging, kernelrun
 from dispatcher.check.judging import Judgement, verify_kernel
-from dispatcher.device import selftest
+from dispatcher.device import selection, selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
+from dispatcher.interface import Device
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.userkernel import Kind, UserKernel
 from tests import cheats, children, cudasim
@@ -422,6 +423,44 @@ def test_without_a_device_nothing_runs(write: Write) -> None:
         verify_kernel(CONV, write(KERNEL), entry="conv", device="numpy", global_size=64, local_size=64)
     with pytest.raises(DeviceError, match="cuda:99"):
         verify_kernel(CONV, write(KERNEL), entry="conv", device="cuda:99", global_size=64, local_size=64)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which no CUDA device is usable."""
+    unusable = Device("cuda", 0, "CUDA", "unknown", False, "the driver is missing")
+    monkeypatch.setattr(BACKEND, "probe", lambda: [unusable])
+    monkeypatch.setattr(selection, "_probed", {})
+
+
+@quick
+@pytest.mark.usefixtures("no_device")
+def test_without_a_device_it_is_compiled_and_its_parameters_are_checked(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(path: Path, *more: str) -> tuple[int, str, str]:
+        code = cli.main(["verify", CONV, "--kernel", str(path), "--entry", "conv", "--global-size", "output_elements",
+                         "--local-size", "64", *more])  # fmt: skip
+        return (code, *capsys.readouterr())
+
+    monkeypatch.setattr(userkernel, "GlobalKernel", None)
+    for request in ("all", "cuda:0,numpy"):
+        code, out, err = verdict(write(KERNEL), "--device", request)
+        assert (code, out) == (3, "")
+        assert "the driver is missing" in err
+        assert "mine.cu compiles for compute capability 9.0 and has the problem's parameters, but it could not" in err
+    code, _, err = verdict(write(KERNEL, ("size_t groups)", "int groups)")))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "does not have the problem's parameters: " in err
+    code, out, err = verdict(write(KERNEL, (WRITTEN, "output[place] = total;")))
+    assert (code, err.count("\n")) == (4, 1)
+    assert "verdict   build failed" in out
+    assert "mine.cu:" in out
+    monkeypatch.setenv(toolkit.ENVIRONMENT_VARIABLE, "no-such-program")
+    code, out, err = verdict(write(KERNEL))
+    assert (code, err.count("\n")) == (3, 1)
+    assert "the driver is missing" in err
+    assert "; it was not compiled either: DISPATCHER_NVCC is 'no-such-program', which is not a program" in err
 
 
 def test_the_command(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,14 +207,24 @@ def verify_kernel(
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
     source, backend = read_kernel(operator, kernel, entry, global_size, local_size, build_options)
     judgements: list[Judgement] = []
-    places = _places(backend, device, source.file)
+    unusable: DeviceError | None = None
+    try:
+        places = _places(backend, device, source.file)
+    except DeviceError as error:
+        first, *others = backend_devices(backend)
+        if any(each.available for each in (first, *others)):
+            raise
+        unusable, places = error, [(first, ())]  # on which it is built alone
     for place, skipped in places:
         with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
-            run = _ChildRun(operator, source, place, Path(folder), sets_for(operator, wanted), seed)
+            kinds = sets_for(operator, wanted) if place.available else ()
+            run = _ChildRun(operator, source, place, Path(folder), kinds, seed)
             run.prepare(timeout_s, repeats, warmup)
             try:
                 verdict = run.judge(run.run(timeout_s), timeout_s, progress)
             except DeviceError as error:
+                if unusable is not None:
+                    raise DeviceError(f"{unusable}; {error}") from error
                 if place is places[-1][0] and all(each.outcome == "unsupported" for each in judgements):
                     raise
                 verdict = {"outcome": "unsupported", "reason": str(error)}
@@ -276,7 +286,7 @@ class _ChildRun:
             share, keep = _to_check(operator, warmup + repeats + 2)
             request = {
                 "module": registry.BACKENDS[self.device.backend],
-                **picked(self.device, "index", "name"),
+                "device": picked(self.device, "backend", "index", "name", "kind", "available"),
                 "kernel": asdict(self.kernel),
                 "kinds": list(self.kinds),
                 "numbers": {**operator.sizes, **operator.scalars},
@@ -318,9 +328,12 @@ class _ChildRun:
         failure = reports.get("failure")
         if failure is not None:
             return self.failed(failure, stage)
+        if "compiled" in reports:
+            file, built = self.kernel.file, reports["compiled"]
+            raise DeviceError(f"{file} compiles {built} and has the problem's parameters, but it could not be run")
         if ended.code != 0 or "after" not in reports:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
-            if stage in ("", "opening the device"):
+            if stage in ("", "opening the device") or not self.device.available:
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
             outcome = "timed out" if ended.code is None else "crashed"
             return {"outcome": outcome, "reason": f"{how}, while {stage}"}
@@ -341,7 +354,7 @@ class _ChildRun:
             case "InputError":
                 raise InputError(message)
             case "DeviceError":
-                raise DeviceError(message)
+                raise DeviceError(message if self.device.available else f"it was not compiled either: {message}")
             case _:
                 raise KernelError(f"{self.device.id} failed while {stage}: {message}")
 

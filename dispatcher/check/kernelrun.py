@@ -19,7 +19,7 @@ from dispatcher.check.trial import find_again
 from dispatcher.check.verifying import checksums
 from dispatcher.device.childprocess import Report
 from dispatcher.errors import BuildError, DeviceError, DispatcherError, InputError, KernelError, first_line
-from dispatcher.interface import MARGIN, KernelHost, LoadedKernel
+from dispatcher.interface import MARGIN, Device, KernelHost, LoadedKernel
 from dispatcher.problem.userkernel import UserKernel
 
 #: Bytes of results of repeated launches that are kept for the comparison.
@@ -72,12 +72,17 @@ def _try_out(report: Report, folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     report({"stage": "opening the device"})
     backend = registry.load(request["module"])
-    device = find_again(backend, request["index"], request["name"])
     if not isinstance(backend, KernelHost):
-        raise DeviceError(f"backend {device.backend} runs no kernels of its users")
+        raise DeviceError(f"backend {backend.name} runs no kernels of its users")
+    device = Device(**request["device"])
+    if device.available:
+        device = find_again(backend, device.index, device.name)
     report({"stage": "building"})
     start = time.perf_counter()
     kernel = _step_aside(UserKernel.from_dict(request["kernel"]), folder)
+    if not device.available:
+        report({"compiled": backend.check_kernel(kernel, device, folder)})
+        return
     loaded = backend.load_kernel(kernel, device, folder)
     report({"build_s": time.perf_counter() - start})
 
