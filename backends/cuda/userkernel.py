@@ -28,6 +28,7 @@ _CHECKED = {"float16": "unsigned short", "float32": "float", "float64": "double"
 _WRITTEN = {**_CHECKED, "float16": "__half"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _AXES = "XYZ"
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 #: What is compiled for where there is no device, as far as the compiler knows it.
 _USUAL_ARCHITECTURE = 90
 
@@ -139,6 +140,9 @@ class _OnDevice:
         self._context, self._kernel = context, kernel
         self._blocks: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}
+        # It does not wait for the default stream, so that it shows when a thread goes on putting work into that.
+        with self._active("making a stream") as driver:
+            self._stream = driver.Stream(_NON_BLOCKING)
 
     @contextmanager
     def _active(self, what: str) -> Iterator[Any]:
@@ -173,8 +177,9 @@ class _OnDevice:
         """See :meth:`dispatcher.interface.LoadedKernel.fetch`."""
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         with self._active(f"reading {name} back") as driver:
+            driver.memcpy_dtoh_async(array, self._address(name), self._stream)
+            self._stream.synchronize()
             driver.memcpy_dtoh(before, self._address(name) - MARGIN_BYTES)
-            driver.memcpy_dtoh(array, self._address(name))
             driver.memcpy_dtoh(behind, self._address(name) + array.nbytes)
         return before.tobytes(), behind.tobytes()
 

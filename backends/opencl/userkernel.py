@@ -196,8 +196,8 @@ class OpenClUserKernel:
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         try:
             buffer = self._buffers[name]
-            cl.enqueue_copy(self._queue, before, buffer)
             cl.enqueue_copy(self._queue, array, buffer, src_offset=MARGIN_BYTES)
+            cl.enqueue_copy(self._queue, before, buffer)
             cl.enqueue_copy(self._queue, behind, buffer, src_offset=MARGIN_BYTES + array.nbytes)
         except cl.Error as error:
             raise KernelError(f"{name} cannot be read back: {error}") from error

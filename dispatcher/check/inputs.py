@@ -8,6 +8,7 @@ exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -303,21 +304,22 @@ def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) 
             each goes the seed of what is random about it, from 0 to 2**64 - 1.
 
     Returns:
-        C-contiguous arrays of the same shapes and dtypes.
+        C-contiguous arrays of the same shapes and dtypes; without steps, the same ones.
     """
-    result = {name: np.array(array, order="C") for name, array in tensors.items()}
-    for way, seed in steps:
-        for name, array in result.items():
-            generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-            if way == "new":
-                shift, fraction = (int(raw) for raw in generator.random_raw(2))
-                result[name] = np.roll(array, shift % max(1, array.size))
-                with np.errstate(all="ignore"):
-                    result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
-            else:
-                flat, pairs = array.reshape(-1), min(4 * len(array), array.size // 256)
-                places = np.unique(generator.random_raw(2 * pairs) % max(1, array.size))
-                flat[places] = np.roll(flat[places], 1)
+    result = dict(tensors)
+    for (way, seed), name in itertools.product(steps, tensors):
+        array = result[name]
+        generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if way == "new":
+            shift, fraction = (int(raw) for raw in generator.random_raw(2))
+            result[name] = np.roll(array, shift % array.size)
+            with np.errstate(all="ignore"):
+                result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
+        else:
+            count = 2 * min(4 * len(array), array.size // 256)
+            places = np.unique(generator.random_raw(count) % array.size)
+            result[name] = array.copy()
+            result[name].flat[places] = np.roll(array.flat[places], 1)
     return result
 
 

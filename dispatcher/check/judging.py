@@ -218,7 +218,7 @@ def verify_kernel(
     for place, skipped in places:
         with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
             kinds = sets_for(operator, wanted) if place.available else ()
-            run = _ChildRun(operator, source, place, Path(folder), kinds, seed)
+            run = _ChildRun(operator, source, place, Path(folder), kinds, seed, usable=place.available)
             run.prepare(timeout_s, repeats, warmup)
             try:
                 verdict = run.judge(run.run(timeout_s), timeout_s, progress)
@@ -270,6 +270,7 @@ class _ChildRun:
     kinds: Sequence[str]
     seed: int
     tensors: list[dict[str, np.ndarray]] = field(default_factory=list)
+    usable: bool = True
 
     def prepare(self, timeout_s: float, repeats: int, warmup: int) -> None:
         """Write down what the process has to do.
@@ -333,7 +334,7 @@ class _ChildRun:
             raise DeviceError(f"{file} compiles {built} and has the problem's parameters, but it could not be run")
         if ended.code != 0 or "after" not in reports:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
-            if stage in ("", "opening the device") or not self.device.available:
+            if stage in ("", "opening the device") or not self.usable:
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
             outcome = "timed out" if ended.code is None else "crashed"
             return {"outcome": outcome, "reason": f"{how}, while {stage}"}
@@ -353,8 +354,10 @@ class _ChildRun:
                 return {"outcome": "wrong", "reason": f"{message}, while {stage}"}
             case "InputError":
                 raise InputError(message)
+            case _ if not self.usable:
+                raise DeviceError(f"it was not compiled either: {message}")
             case "DeviceError":
-                raise DeviceError(message if self.device.available else f"it was not compiled either: {message}")
+                raise DeviceError(message)
             case _:
                 raise KernelError(f"{self.device.id} failed while {stage}: {message}")
 

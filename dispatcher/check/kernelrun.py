@@ -142,8 +142,8 @@ class _Runs:
         return max(taken, 1e-9), None if on_device is None else max(on_device, 1e-9)
 
     def look(self, margin: int) -> dict[str, Any]:
-        """What the launch has done: ``checksums`` of its inputs now, what it wrote ``beside`` each tensor, how many
-        elements are ``unwritten``.
+        """What the launch has done: the ``checksums`` of its inputs, what it wrote ``beside`` each tensor, and how many
+        elements of its result are ``unwritten``.
 
         Raises:
             LateError: it went on writing its result after its end.
@@ -192,11 +192,10 @@ class _Runs:
         end = time.perf_counter() + self.request["timing_s"]
         for number in range(last + 2):
             begin = time.perf_counter()
-            if number <= last:
-                near = number in (0, last)
-                steps = [*(steps if near else []), ("near" if near else "new", secrets.randbits(64))]
+            if number in (0, last):
+                steps = [*steps, ("near", secrets.randbits(64))]
             else:
-                steps = []
+                steps = [("new", secrets.randbits(64))] if number < last else []
             self.place(varied(base, steps), OTHER_MARGIN)
             taken = self.launch()
             seen = self.look(OTHER_MARGIN)
@@ -208,8 +207,7 @@ class _Runs:
                 times.append(taken)
             # Each has the same chance of being kept; what is wrong for sure is, and so is the last where it differs.
             certain = faulty or (not steps and crc != first)
-            slot = number if number < keep else secrets.randbelow(number + 1)
-            slot = keep if certain else slot
+            slot = keep if certain else number if number < keep else secrets.randbelow(number + 1)
             if certain or (steps and slot < keep):
                 count = share if steps else len(self.result)
                 start = secrets.randbelow(len(self.result) - count + 1)
