@@ -262,3 +262,12 @@ class KernelHost(Protocol):
             DeviceError: the device cannot run such kernels.
             BuildError: the compiler refused it.
         """
+
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build ``kernel`` where no device is usable, ``device`` for instance, as far as anything here can.
+
+        Arguments and errors are those of :meth:`load_kernel`; with nothing to build it with, a DeviceError.
+
+        Returns:
+            What it was built for, such as ``for compute capability 9.0``.
+        """

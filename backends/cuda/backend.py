@@ -14,7 +14,7 @@ from dispatcher.backends.cuda.options import parse
 from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.sources import unknown
 from dispatcher.backends.cuda.tasks import Target
-from dispatcher.backends.cuda.userkernel import load_kernel
+from dispatcher.backends.cuda.userkernel import check_kernel, load_kernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
@@ -121,6 +121,13 @@ class CudaBackend:
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
+
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build a user's own kernel without a device; see :class:`dispatcher.interface.KernelHost`."""
+        compiler = toolkit.find()
+        if isinstance(compiler, str):
+            raise DeviceError(compiler)
+        return check_kernel(compiler, kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32.

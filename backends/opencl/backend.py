@@ -89,6 +89,11 @@ class OpenClBackend:
 
         return load_kernel(runtime, kernel, device, scratch)
 
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build a user's own kernel where there is a device that is not to be used; OpenCL has no other compiler."""
+        self.load_kernel(kernel, device, scratch)
+        return f"on {device.name}"
+
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
         """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
         from dispatcher.backends.opencl.tuning import candidates

@@ -8,8 +8,9 @@ exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -282,6 +283,35 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     if kind in ("one_nan", "one_inf") and data.size:
         data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
     return tensors
+
+
+def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) -> dict[str, np.ndarray]:
+    """Other tensors of the same kind, at the cost of a few copies.
+
+    Args:
+        tensors: by name.
+        steps: of what is done to each tensor, one after another: ``new`` shifts its elements round and multiplies all
+            by one factor, so that no value stays; ``near`` makes a few elements change places, so that sums stay. With
+            each goes the seed of what is random about it, from 0 to 2**64 - 1.
+
+    Returns:
+        C-contiguous arrays of the same shapes and dtypes; without steps, the same ones.
+    """
+    result = dict(tensors)
+    for (way, seed), name in itertools.product(steps, tensors):
+        array = result[name]
+        generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if way == "new":
+            shift, fraction = (int(raw) for raw in generator.random_raw(2))
+            result[name] = np.roll(array, shift % array.size)
+            with np.errstate(all="ignore"):
+                result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
+        else:
+            count = 2 * min(4 * len(array), array.size // 256)
+            places = np.unique(generator.random_raw(count) % array.size)
+            result[name] = array.copy()
+            result[name].flat[places] = np.roll(array.flat[places], 1)
+    return result
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:
