@@ -169,8 +169,9 @@ class OpenClExecutable:
 
     def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
         launches = self._launches
-        if not all([launch.prepare(tensors) for launch in launches]):
-            launches = self._plan(Options("gather", fusion=self._options.fusion))
+        instead = {launch.prepare(tensors) for launch in launches} - {None}
+        if instead:
+            launches = self._plan(Options(max(instead), fusion=self._options.fusion))
             for launch in launches:
                 launch.prepare(tensors)
         self._run_launches(launches, tensors, output, timings)

@@ -65,7 +65,7 @@ class Launch:
         self._runtime, self.lowered, self._kernel, self._real = runtime, lowered, kernel, real
         self.planned = planned
         self._operands, self._weights = Remembered(), Remembered()
-        self._finite = True
+        self._instead: str | None = None
         self._scratch: Any = None
         self._counter: Any = None
         self._tables: dict[int, Any] = {}
@@ -76,8 +76,8 @@ class Launch:
         elements = sum(each.elements for each in self.lowered.arguments if isinstance(each, Scratch))
         return elements * self._real.itemsize
 
-    def prepare(self, tensors: Tensors) -> bool:
-        """Bring packed weights and operands up to date; False when the weights rule this launch out."""
+    def prepare(self, tensors: Tensors) -> str | None:
+        """Bring packed weights and operands up to date; the algorithm to use instead when the weights ask for one."""
         for each in self.lowered.arguments:
             if isinstance(each, KernelOperands):
                 names = [operand.name for _, operand in each.entries if isinstance(operand, TensorOperand)]
@@ -86,10 +86,11 @@ class Launch:
             elif isinstance(each, Weights) and self._weights.stale(tensors, [each.name]):
                 weight = np.asarray(tensors[each.name], self._real)
                 # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
-                self._finite = bool(np.isfinite(weight).all())
+                finite = bool(np.isfinite(weight).all())
+                self._instead = "gather" if not finite else None if each.suited(weight) else "direct"
                 with np.errstate(invalid="ignore"):
                     self._weights.buffer = self._runtime.constant(each.pack(weight))
-        return self._finite
+        return self._instead
 
     def _values(self, operands: KernelOperands, tensors: Tensors) -> np.ndarray:
         """The ``operands`` buffer: scalars, and per-channel tensors of the current call."""

@@ -216,23 +216,40 @@ class LineLayout:
         return round_up(max(1, self.halo[0]), 16)
 
     @cached_property
-    def packed_size(self) -> int:
-        """The core's input lines of one box, the zeros before them, and slack that vector loads may touch."""
+    def over_read(self) -> int:
+        """Slack behind packed lines that vector loads may touch."""
         low, high = self.geometry.width.offset_range
-        over_read = (
-            self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w + max(0, high) - min(0, low)
-        )
+        vectors = self.tile.vec * self.tile.thread_w
+        return self.line + self.pitch + sum(self.halo) + vectors + max(0, high) - min(0, low)
+
+    @cached_property
+    def packed_size(self) -> int:
+        """The core's input lines of one box, the zeros before them, and what loads touch behind them."""
         if self.tile.winograd:
             parts = self.geometry.height.most_taps + self.tile.rows - 1
             lines = parts * self.plane
         else:
             lines = len(self.depth.rows) * self.plane
-        return round_up(self.lead + lines + over_read, 16)
+        return round_up(self.lead + lines + self.over_read, 16)
 
     @property
     def edge_size(self) -> int:
         """Rows of one channel on their way through the transform."""
         return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
+
+    @property
+    def range_size(self) -> int:
+        """Sum and largest of the magnitudes of each row of a box, for each group (Winograd core)."""
+        rows = self.geometry.groups * len(self.depth.rows) * len(self.height.rows)
+        return round_up(rows * 2 * self.edge, 16) if self.tile.winograd else 0
+
+    @property
+    def marks_size(self) -> tuple[int, int]:
+        """Marks of a line's lanes, laid out like one channel's packed input, and of each group's chunks (Winograd core)."""
+        if not self.tile.winograd:
+            return 0, 0
+        lanes = self.lead + self.channel + self.over_read
+        return round_up(lanes, 16), round_up(self.geometry.groups * len(self.chunks), 16)
 
     @cached_property
     def lines_size(self) -> int:
@@ -243,7 +260,7 @@ class LineLayout:
     @property
     def core_size(self) -> int:
         """All scratch but the folded lines."""
-        return self.packed_size + self.edge_size + self.lines_size
+        return self.packed_size + self.edge_size + self.range_size + sum(self.marks_size) + self.lines_size
 
     @property
     def fold_planes(self) -> int:

@@ -14,10 +14,12 @@
 //      rows LINES_H*i .. LINES_H*i + LINES_H - 1. Gaps between rows are zero and serve as halo, as in the direct core.
 //   e  [input row][EDGE]: one channel's rows, combined along depth.
 //   lines  [jd][jh][channel][rw][LINE], of one pair of planes
-// Weights: for each (rd, rh, depth component, rw) [group][channel tile][height component][KW taps][IC/groups][THREAD_C].
+// Weights: for each (rd, rh, depth component, rw) [group][channel tile][height component][KW taps][IC/groups][THREAD_C],
+// behind those of the direct core.
 //
 // Only for finite data: a sum of an infinity with its opposite is NaN, and a NaN spreads over its tile. Results that are not
-// finite set the launch's flag, and the caller repeats it with the direct core.
+// finite set the launch's flag, and the caller repeats it with the direct core. Where finite data differ so much in magnitude that a
+// tile's rounding would show, winograd_range.cl takes over.
 
 #if CHUNKS > WIDE_CHUNKS
 #define TILE_W 1
@@ -46,9 +48,13 @@
 #undef TAPS
 #endif
 
-// Transformed lines of depth component (a, b, s) for the height components of phase rh; `tiles` tile rows.
+#include "winograd_range.cl"
+
+// Transformed lines of depth component (a, b, s) for the height components of phase rh; `tiles` tile rows. Where `plain`, component b
+// is row b of each tile itself.
 static void transform(global REAL *restrict v, global REAL *restrict e, global const REAL *restrict x, const int a, const int b,
-                      const int s, const int first_h, const int rh, const int tiles, global const REAL *restrict operands) {
+                      const int s, const int first_h, const int rh, const int tiles, const bool plain,
+                      global const REAL *restrict operands) {
   const bool has_a = (uint)a < ID, has_b = s != 0 && (uint)b < ID;
   const int rows = TAPS_H[rh] - 1 + LINES_H * tiles;
   for (int c = 0; c < IC; c++) {
@@ -60,6 +66,13 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
                   inside && has_b ? image + ((size_t)b * IH + h) * IW : 0, s, operands, c);
     }
     global REAL *const vc = v + (size_t)c * CHANNEL;
+    if (plain) {
+      for (int part = 0; part < TAPS_H[rh] + LINES_H - 1; part++)
+        for (int i = 0; i < tiles; i++)
+          for (int w = 0; w < IW; w += VEC)
+            STORE_V(LOAD_V(e + (i * LINES_H + part) * EDGE + w), vc + part * PLANE + i * PITCH + w);
+      continue;
+    }
 #if USE_TAPS_1
     if (TAPS_H[rh] == 1) winograd_inputs_1(vc, e, tiles);
 #endif
@@ -73,7 +86,9 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
 }
 
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                      global const REAL *restrict operands) {}
+                      global const REAL *restrict operands) {
+  measure_box(scratch + SCRATCH_RANGE, x, first_d, first_h, operands);
+}
 
 // All phases along width of the rows of one (rd, rh): lines [2][LINES_H][LINE_CHANNELS][STRIDE_W][LINE]. Chunks of tile rows
 // beyond the last position are left out.
@@ -84,8 +99,11 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   const int parts_d = PARTS_D[rd], parts_h = TAPS_H[rh] + LINES_H - 1, base = first_d + step;
   const int tiles = min(BOX_H / LINES_H, (POSITIONS_H - first_h + LINES_H - 1) / LINES_H);
   global const REAL *w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh];
+  global const REAL *const range = scratch + SCRATCH_RANGE + (FIRST_D[rd] - INPUT_D[0] + step) * RANGE_PLANE + START_H[rh] * (2 * EDGE);
+  global REAL *const uneven = scratch + SCRATCH_UNEVEN, *const direct = scratch + SCRATCH_DIRECT;
+  const bool any_direct = mark_chunks(direct, uneven, range, rd, rh, tiles);
   for (int part = 0; part < parts_d; part++) {
-    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles, operands);
+    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles, false, operands);
     for (int rw = 0; rw < STRIDE_W; rw++) {
       const int part_weights = TAPS_W[rw] * (GROUP_IC * THREAD_C);
       for (int group = 0; group < GROUPS; group++) {
@@ -94,7 +112,7 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
           const int channel = group * GROUP_OC + c;
           global REAL *line = lines + (channel * STRIDE_W + rw) * LINE;
           for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (CHUNK_LINE[chunk] >= tiles * ROW) continue;
+            if (CHUNK_LINE[chunk] >= tiles * ROW || direct[group * CHUNKS + chunk] != R(0.0)) continue;
             global const REAL *vc = vg + CHUNK_X[chunk];
             global REAL *lc = line + CHUNK_LINE[chunk];
 #if WIDE_CHUNKS > 0
@@ -107,6 +125,20 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
           }
         }
       }
+    }
+  }
+  for (int part = 0; any_direct && part < parts_d; part++) {
+    transform(v, e, x, base + FIRST_D[rd] + part, 0, 0, first_h, rh, tiles, true, operands);
+    for (int rw = 0; rw < STRIDE_W; rw++) {
+      w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * STRIDE_W + rw];
+      for (int group = 0; group < GROUPS; group++)
+        for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C))
+          for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            if (CHUNK_LINE[chunk] >= tiles * ROW || direct[group * CHUNKS + chunk] == R(0.0)) continue;
+            const int channel = group * GROUP_OC + c, width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
+            direct_tile(v + group * (GROUP_IC * CHANNEL) + CHUNK_X[chunk], rd, rh, rw, w, part, width,
+                        lines + (channel * STRIDE_W + rw) * LINE + CHUNK_LINE[chunk], operands, channel, poison);
+          }
     }
   }
 }
