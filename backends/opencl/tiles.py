@@ -238,18 +238,21 @@ class LineLayout:
         return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
 
     @property
-    def range_size(self) -> int:
-        """Sum and largest of the magnitudes of each row of a box, for each group (Winograd core)."""
-        rows = self.geometry.groups * len(self.depth.rows) * len(self.height.rows)
-        return round_up(rows * 2 * self.edge, 16) if self.tile.winograd else 0
+    def load_size(self) -> int:
+        """A line of magnitudes of transformed input, laid out like one channel's (Winograd core)."""
+        return round_up(self.lead + self.channel + self.over_read, 16) if self.tile.winograd else 0
 
     @property
-    def marks_size(self) -> tuple[int, int]:
-        """Marks of a line's lanes, laid out like one channel's packed input, and of each group's chunks (Winograd core)."""
-        if not self.tile.winograd:
-            return 0, 0
-        lanes = self.lead + self.channel + self.over_read
-        return round_up(lanes, 16), round_up(self.geometry.groups * len(self.chunks), 16)
+    def sums_size(self) -> int:
+        """Magnitudes of results, added up over each group's channels (Winograd core)."""
+        lines = self.geometry.width.stride * self.geometry.groups * self.step_d * self.lines_h
+        return lines * self.line if self.tile.winograd else 0
+
+    @property
+    def marks_size(self) -> int:
+        """Marks of each group's chunks (Winograd core)."""
+        marks = self.geometry.width.stride * self.geometry.groups * len(self.chunks)
+        return round_up(marks, 16) if self.tile.winograd else 0
 
     @cached_property
     def lines_size(self) -> int:
@@ -260,7 +263,8 @@ class LineLayout:
     @property
     def core_size(self) -> int:
         """All scratch but the folded lines."""
-        return self.packed_size + self.edge_size + self.range_size + sum(self.marks_size) + self.lines_size
+        loads = 3 * self.geometry.groups * self.load_size
+        return self.packed_size + self.edge_size + loads + self.sums_size + self.marks_size + self.lines_size
 
     @property
     def fold_planes(self) -> int:

@@ -51,10 +51,10 @@
 #include "winograd_range.cl"
 
 // Transformed lines of depth component (a, b, s) for the height components of phase rh; `tiles` tile rows. Where `plain`, component b
-// is row b of each tile itself.
+// is row b of each tile itself. loads: where magnitudes go, or null.
 static void transform(global REAL *restrict v, global REAL *restrict e, global const REAL *restrict x, const int a, const int b,
                       const int s, const int first_h, const int rh, const int tiles, const bool plain,
-                      global const REAL *restrict operands) {
+                      global REAL *restrict loads, global const REAL *restrict operands) {
   const bool has_a = (uint)a < ID, has_b = s != 0 && (uint)b < ID;
   const int rows = TAPS_H[rh] - 1 + LINES_H * tiles;
   for (int c = 0; c < IC; c++) {
@@ -66,6 +66,8 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
                   inside && has_b ? image + ((size_t)b * IH + h) * IW : 0, s, operands, c);
     }
     global REAL *const vc = v + (size_t)c * CHANNEL;
+    global REAL *const load = loads ? loads + c / GROUP_IC * (3 * LOADS) : 0;
+    const bool fresh = c % GROUP_IC == 0;
     if (plain) {
       for (int part = 0; part < TAPS_H[rh] + LINES_H - 1; part++)
         for (int i = 0; i < tiles; i++)
@@ -74,21 +76,19 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
       continue;
     }
 #if USE_TAPS_1
-    if (TAPS_H[rh] == 1) winograd_inputs_1(vc, e, tiles);
+    if (TAPS_H[rh] == 1) winograd_inputs_1(vc, e, tiles, load, fresh);
 #endif
 #if USE_TAPS_2
-    if (TAPS_H[rh] == 2) winograd_inputs_2(vc, e, tiles);
+    if (TAPS_H[rh] == 2) winograd_inputs_2(vc, e, tiles, load, fresh);
 #endif
 #if USE_TAPS_3
-    if (TAPS_H[rh] == 3) winograd_inputs_3(vc, e, tiles);
+    if (TAPS_H[rh] == 3) winograd_inputs_3(vc, e, tiles, load, fresh);
 #endif
   }
 }
 
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                      global const REAL *restrict operands) {
-  measure_box(scratch + SCRATCH_RANGE, x, first_d, first_h, operands);
-}
+                      global const REAL *restrict operands) {}
 
 // All phases along width of the rows of one (rd, rh): lines [2][LINES_H][LINE_CHANNELS][STRIDE_W][LINE]. Chunks of tile rows
 // beyond the last position are left out.
@@ -99,11 +99,16 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   const int parts_d = PARTS_D[rd], parts_h = TAPS_H[rh] + LINES_H - 1, base = first_d + step;
   const int tiles = min(BOX_H / LINES_H, (POSITIONS_H - first_h + LINES_H - 1) / LINES_H);
   global const REAL *w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh];
-  global const REAL *const range = scratch + SCRATCH_RANGE + (FIRST_D[rd] - INPUT_D[0] + step) * RANGE_PLANE + START_H[rh] * (2 * EDGE);
-  global REAL *const uneven = scratch + SCRATCH_UNEVEN, *const direct = scratch + SCRATCH_DIRECT;
-  const bool any_direct = mark_chunks(direct, uneven, range, rd, rh, tiles);
+  global REAL *const loads = scratch + SCRATCH_LOADS, *const sums = scratch + SCRATCH_SUMS, *const direct = scratch + SCRATCH_DIRECT;
+  const bool transformed = TAPS_D[rd] > 1 || TAPS_H[rh] > 1;
+  // Component 1 mixes the planes that both rows along depth read. There are none where a phase has one tap.
+  const int planes = min(2, POSITIONS_D - base), start_d = base + FIRST_D[rd];
+  const bool border = TAPS_D[rd] == 1 || planes < 2 || start_d < 0 || start_d + TAPS_D[rd] >= ID;
   for (int part = 0; part < parts_d; part++) {
-    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles, false, operands);
+    const bool measured = transformed && (part == 1 || border);
+    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles, false,
+              measured ? loads : 0, operands);
+    if (measured) mark_loads(loads, tiles, border ? part == 0 : true);
     for (int rw = 0; rw < STRIDE_W; rw++) {
       const int part_weights = TAPS_W[rw] * (GROUP_IC * THREAD_C);
       for (int group = 0; group < GROUPS; group++) {
@@ -112,29 +117,39 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
           const int channel = group * GROUP_OC + c;
           global REAL *line = lines + (channel * STRIDE_W + rw) * LINE;
           for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (CHUNK_LINE[chunk] >= tiles * ROW || direct[group * CHUNKS + chunk] != R(0.0)) continue;
+            if (CHUNK_LINE[chunk] >= tiles * ROW) continue;
             global const REAL *vc = vg + CHUNK_X[chunk];
-            global REAL *lc = line + CHUNK_LINE[chunk];
+            global REAL *lc = line + CHUNK_LINE[chunk], *sc = transformed ? sums + SUMS_OF(rw, group) + CHUNK_LINE[chunk] : 0;
 #if WIDE_CHUNKS > 0
             if (chunk < WIDE_CHUNKS)
-              PASTE(winograd_tiles_, THREAD_W)(TAPS_H[rh], vc, rw, w, rd, part, lc, operands, channel, poison);
+              PASTE(winograd_tiles_, THREAD_W)(TAPS_H[rh], vc, rw, w, rd, part, lc, operands, channel, sc, poison);
 #endif
 #if CHUNKS > WIDE_CHUNKS
-            if (chunk >= WIDE_CHUNKS) winograd_tiles_1(TAPS_H[rh], vc, rw, w, rd, part, lc, operands, channel, poison);
+            if (chunk >= WIDE_CHUNKS) winograd_tiles_1(TAPS_H[rh], vc, rw, w, rd, part, lc, operands, channel, sc, poison);
 #endif
           }
         }
       }
     }
   }
+  const int rows = min(BOX_H, POSITIONS_H - first_h);
+  bool any_direct = false;
+  for (int rw = 0; transformed && planes > 0 && rw < STRIDE_W; rw++)
+    for (int group = 0; group < GROUPS; group++)
+      for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const bool mark = CHUNK_LINE[chunk] < tiles * ROW && uneven(loads + group * (3 * LOADS), sums + SUMS_OF(rw, group), rd, rh, rw,
+                                                                    planes, rows, chunk);
+        direct[(rw * GROUPS + group) * CHUNKS + chunk] = mark;
+        any_direct |= mark;
+      }
   for (int part = 0; any_direct && part < parts_d; part++) {
-    transform(v, e, x, base + FIRST_D[rd] + part, 0, 0, first_h, rh, tiles, true, operands);
+    transform(v, e, x, base + FIRST_D[rd] + part, 0, 0, first_h, rh, tiles, true, 0, operands);
     for (int rw = 0; rw < STRIDE_W; rw++) {
       w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * STRIDE_W + rw];
       for (int group = 0; group < GROUPS; group++)
         for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C))
           for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (CHUNK_LINE[chunk] >= tiles * ROW || direct[group * CHUNKS + chunk] == R(0.0)) continue;
+            if (direct[(rw * GROUPS + group) * CHUNKS + chunk] == R(0.0)) continue;
             const int channel = group * GROUP_OC + c, width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
             direct_tile(v + group * (GROUP_IC * CHANNEL) + CHUNK_X[chunk], rd, rh, rw, w, part, width,
                         lines + (channel * STRIDE_W + rw) * LINE + CHUNK_LINE[chunk], operands, channel, poison);

@@ -1,101 +1,77 @@
 // Where the Winograd core's rounding would show, and what is computed directly there.
 //
 // A tile's sums mix all its input rows, so that an output gets rounding errors of the size of the tile's largest element, also of one
-// that it does not read. They vanish in the output's own rounding as long as the magnitudes that it reads, one window of taps along
-// depth and height over all channels of its group, N elements, add up to sqrt(N)/2 times the largest magnitude of its tile: then
-// no few elements make up the output's own sum, whose terms the weights could happen to cancel, either. winograd.py sees to it that
-// the weights are as even. Chunks of tiles with any lane where that does not hold are left to the direct sums below.
+// that it does not read. They vanish in the output's own rounding where two things hold in each lane; a chunk with any other lane is
+// left to the direct sums below:
+//   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least a
+//     quarter of those of the tile's largest output. What it reads is then not small beside what the others read.
+//   - No input channel dominates: in the depth component of the planes that both rows along depth read (in each one at borders, where
+//     there may be no such plane) the transformed magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest
+//     channel's. An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
+// winograd.py sees to it that no tap's weights are small beside the others, and few in a tap.
 //
-// Layouts in scratch, from SCRATCH_RANGE
-//   range  [group][plane of the box][row of the box][sum, largest][EDGE]: magnitudes over a group's channels
-//   uneven [LEAD + CHANNEL ...]: one line like those of v, 1 where an output that reads the lane must not be made of transforms
-//   direct [group][chunk]: 1 where a chunk holds such an output
+// Layouts in scratch
+//   loads   [group][sum, largest, marks][LEAD + CHANNEL ...]: of transformed input, over channels, lanes as in v; 1 where one dominates
+//   sums    [rw][group][jd][jh][LINE]: of the magnitudes of results, over channels, lanes as in lines
+//   direct  [rw][group][chunk]: 1 where a chunk is computed directly
 
-#define RANGE_PLANE (ROWS * 2 * EDGE)
-
-static real_v magnitude_v(global const REAL *row, const int at, global const REAL *restrict operands, const int channel) {
-#if IW >= VEC
-  return fabs(combine_v(row + at, 0, -1, operands, channel));
+#if VEC == 1
+#define ANY_V(condition) (condition)
 #else
-  REAL lanes[VEC];
-  for (int i = 0; i < VEC; i++) lanes[i] = i < IW ? combine_one(row + i, 0, -1, operands, channel) : R(0.0);
-  return fabs(LOAD_V(lanes));
+#define ANY_V(condition) any(condition)
 #endif
-}
+#define SUMS_OF(rw, group) (((rw) * GROUPS + (group)) * (2 * LINES_H * LINE))
 
-// Fills range for one box.
-static void measure_box(global REAL *restrict range, global const REAL *restrict x, const int first_d, const int first_h,
-                        global const REAL *restrict operands) {
-  for (int group = 0; group < GROUPS; group++)
-    for (int plane = 0; plane < PLANES; plane++)
-      for (int row = 0; row < ROWS; row++, range += 2 * EDGE) {
-        const int d = first_d + INPUT_D[plane], h = first_h + INPUT_H[row];
-        const bool inside = (uint)d < ID && (uint)h < IH;
-        for (int w = 0; w < IW; w += VEC) {
-          const int at = max(0, min(w, IW - VEC));
-          real_v sum = SPLAT(R(0.0)), largest = SPLAT(R(0.0));
-          if (inside) {
-            global const REAL *source = x + ((size_t)(group * GROUP_IC) * ID + d) * (IH * IW) + (size_t)h * IW;
-            for (int c = 0; c < GROUP_IC; c++, source += (size_t)ID * IH * IW) {
-              const real_v size = magnitude_v(source, at, operands, group * GROUP_IC + c);
-              sum += size;
-              largest = size > largest ? size : largest;
-            }
-          }
-          STORE_V(sum, range + at);
-          STORE_V(largest, range + EDGE + at);
-        }
+// Marks the lanes of loads where one channel dominates, all of them afresh or further ones.
+static void mark_loads(global REAL *restrict loads, const int tiles, const bool fresh) {
+  const real_v most = SPLAT(R(0.5) * sqrt((REAL)GROUP_IC));
+  for (int group = 0; group < GROUPS; group++, loads += 3 * LOADS)
+    for (int i = 0; i < tiles; i++)
+      for (int w = 0; w < IW; w += VEC) {
+        global REAL *const at = loads + i * PITCH + w;
+        const real_v marks = fresh ? SPLAT(R(0.0)) : LOAD_V(at + 2 * LOADS);
+        STORE_V(LOAD_V(at) < most * LOAD_V(at + LOADS) ? SPLAT(R(1.0)) : marks, at + 2 * LOADS);
       }
 }
 
-// Fills uneven for the tile rows of one (rd, rh). range: at the first plane and row that they read.
-static void mark_uneven(global REAL *restrict uneven, global const REAL *restrict range, const int rd, const int rh,
-                        const int tiles) {
-  const int taps_d = TAPS_D[rd], taps_h = TAPS_H[rh];
-  const real_v least = SPLAT(R(0.5) * sqrt((REAL)(GROUP_IC * taps_d * taps_h)));
-  for (int i = 0; i < tiles; i++)
-    for (int w = 0; w < IW; w += VEC) {
-      real_v marks = SPLAT(R(0.0));
-      for (int jd = 0; jd < 2; jd++)
-        for (int jh = 0; jh < LINES_H; jh++) {
-          real_v sum = SPLAT(R(0.0)), largest = SPLAT(R(0.0));
-          // One tap alone along an axis is not transformed, and its tile is the output itself.
-          for (int d = taps_d > 1 ? 0 : jd; d <= (taps_d > 1 ? taps_d : jd); d++)
-            for (int h = taps_h > 1 ? 0 : jh; h < (taps_h > 1 ? taps_h + LINES_H - 1 : jh + 1); h++) {
-              global const REAL *at = range + d * RANGE_PLANE + (i * LINES_H + h) * (2 * EDGE) + w;
-              const real_v size = LOAD_V(at + EDGE);
-              largest = size > largest ? size : largest;
-              if (d >= jd && d < jd + taps_d && h >= jh && h < jh + taps_h) sum += LOAD_V(at);
-            }
-          marks = sum < least * largest ? SPLAT(R(1.0)) : marks;
+// Is an output of lane `at` of the lines small beside another one of its tile? planes, rows: of the tile that are positions.
+static bool small_output(global const REAL *sums, const int rd, const int rh, const int planes, const int rows, const int at) {
+  // One tap alone along an axis is not transformed, and shares nothing.
+  const int share_d = TAPS_D[rd] > 1 ? 2 : 1, share_h = TAPS_H[rh] > 1 ? LINES_H : 1;
+  for (int d = 0; d < planes; d += share_d)
+    for (int h = 0; h < rows; h += share_h) {
+      REAL least = INFINITY, largest = R(0.0);
+      for (int jd = d; jd < d + share_d; jd++)
+        for (int jh = h; jh < h + share_h; jh++) {
+          const REAL sum = sums[(jd * LINES_H + jh) * LINE + at];
+          if (jd < planes && jh < rows) least = min(least, sum);
+          largest = max(largest, sum);
         }
-      STORE_V(marks, uneven + i * PITCH + w);
+      if (R(4.0) * least < largest || largest == INFINITY) return true;
     }
+  return false;
 }
 
-// Does any tap of any phase along width read a marked lane for the chunk at `line`?
-static bool reads_marked(global const REAL *line, const int width) {
-  real_v marks = SPLAT(R(0.0));
-  for (int rw = 0; rw < STRIDE_W; rw++)
+// Does the chunk hold a lane that has to be computed directly? rows: positions from the box's first one along height.
+static bool uneven(global const REAL *loads, global const REAL *sums, const int rd, const int rh, const int rw, const int planes,
+                   const int rows, const int chunk) {
+  const int width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
+  for (int j = 0; j < width; j++) {
     for (int tw = 0; tw < TAPS_W[rw]; tw++)
-      for (int j = 0; j < width; j++) marks += LOAD_V(line + OFFSET_W[rw][tw] + j * VEC);
-  return sum_of_lanes(marks) != R(0.0);
-}
-
-// Fills direct for one (rd, rh), and tells whether any chunk is marked there.
-static bool mark_chunks(global REAL *restrict direct, global REAL *restrict uneven, global const REAL *restrict range,
-                        const int rd, const int rh, const int tiles) {
-  bool any = false;
-  for (int group = 0; group < GROUPS; group++) {
-    const bool transformed = TAPS_D[rd] > 1 || TAPS_H[rh] > 1;
-    if (transformed) mark_uneven(uneven, range + group * PLANES * RANGE_PLANE, rd, rh, tiles);
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const bool marked = transformed && reads_marked(uneven + CHUNK_X[chunk], chunk < WIDE_CHUNKS ? THREAD_W : 1);
-      direct[group * CHUNKS + chunk] = marked;
-      any |= marked;
+      if (ANY_V(LOAD_V(loads + 2 * LOADS + CHUNK_X[chunk] + OFFSET_W[rw][tw] + j * VEC) != SPLAT(R(0.0)))) return true;
+    // Most vectors have no lane with a small output even if all that they hold is taken for one tile of positions.
+    const int first = CHUNK_LINE[chunk] + j * VEC;
+    real_v least = LOAD_V(sums + first), largest = least;
+    for (int row = 1; row < 2 * LINES_H; row++) {
+      const real_v sum = LOAD_V(sums + row * LINE + first);
+      least = sum < least ? sum : least;
+      largest = sum > largest ? sum : largest;
     }
+    if (!ANY_V(SPLAT(R(4.0)) * least < largest || largest == SPLAT(INFINITY))) continue;
+    for (int at = first; at < first + VEC; at++)
+      if (at % ROW < POSITIONS_W && small_output(sums, rd, rh, planes, min(LINES_H, rows - at / ROW * LINES_H), at)) return true;
   }
-  return any;
+  return false;
 }
 
 // Adds the products of one input plane to a chunk of the lines of both rows along depth, without transforms.
