@@ -50,10 +50,10 @@
 
 #include "winograd_range.cl"
 
-// Transformed lines of depth component (a, b, s) for the height components of phase rh; `tiles` tile rows. Where `plain`, component b
-// is row b of each tile itself. loads: where magnitudes go, or null.
+// Transformed lines of depth component (a, b, s) for the height components of phase rh; `tiles` tile rows. loads: where
+// magnitudes go, or null.
 static void transform(global REAL *restrict v, global REAL *restrict e, global const REAL *restrict x, const int a, const int b,
-                      const int s, const int first_h, const int rh, const int tiles, const bool plain,
+                      const int s, const int first_h, const int rh, const int tiles,
                       global REAL *restrict loads, global const REAL *restrict operands) {
   const bool has_a = (uint)a < ID, has_b = s != 0 && (uint)b < ID;
   const int rows = TAPS_H[rh] - 1 + LINES_H * tiles;
@@ -68,13 +68,6 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
     global REAL *const vc = v + (size_t)c * CHANNEL;
     global REAL *const load = loads ? loads + c / GROUP_IC * (3 * LOADS) : 0;
     const bool fresh = c % GROUP_IC == 0;
-    if (plain) {
-      for (int part = 0; part < TAPS_H[rh] + LINES_H - 1; part++)
-        for (int i = 0; i < tiles; i++)
-          for (int w = 0; w < IW; w += VEC)
-            STORE_V(LOAD_V(e + (i * LINES_H + part) * EDGE + w), vc + part * PLANE + i * PITCH + w);
-      continue;
-    }
 #if USE_TAPS_1
     if (TAPS_H[rh] == 1) winograd_inputs_1(vc, e, tiles, load, fresh);
 #endif
@@ -99,14 +92,14 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   const int parts_d = PARTS_D[rd], parts_h = TAPS_H[rh] + LINES_H - 1, base = first_d + step;
   const int tiles = min(BOX_H / LINES_H, (POSITIONS_H - first_h + LINES_H - 1) / LINES_H);
   global const REAL *w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh];
-  global REAL *const loads = scratch + SCRATCH_LOADS, *const sums = scratch + SCRATCH_SUMS, *const direct = scratch + SCRATCH_DIRECT;
+  global REAL *const loads = scratch + SCRATCH_LOADS, *const sums = scratch + SCRATCH_SUMS;
   const bool transformed = TAPS_D[rd] > 1 || TAPS_H[rh] > 1;
   // Component 1 mixes the planes that both rows along depth read. There are none where a phase has one tap.
   const int planes = min(2, POSITIONS_D - base), start_d = base + FIRST_D[rd];
   const bool border = TAPS_D[rd] == 1 || planes < 2 || start_d < 0 || start_d + TAPS_D[rd] >= ID;
   for (int part = 0; part < parts_d; part++) {
     const bool measured = transformed && (part == 1 || border);
-    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles, false,
+    transform(v, e, x, base + ROW_A_D[rd][part], base + ROW_B_D[rd][part], SIGN_D[rd][part], first_h, rh, tiles,
               measured ? loads : 0, operands);
     if (measured) mark_loads(loads, tiles, border ? part == 0 : true);
     for (int rw = 0; rw < STRIDE_W; rw++) {
@@ -132,28 +125,6 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
       }
     }
   }
-  const int rows = min(BOX_H, POSITIONS_H - first_h);
-  bool any_direct = false;
-  for (int rw = 0; transformed && planes > 0 && rw < STRIDE_W; rw++)
-    for (int group = 0; group < GROUPS; group++)
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        const bool mark = CHUNK_LINE[chunk] < tiles * ROW && uneven(loads + group * (3 * LOADS), sums + SUMS_OF(rw, group), rd, rh, rw,
-                                                                    planes, rows, chunk);
-        direct[(rw * GROUPS + group) * CHUNKS + chunk] = mark;
-        any_direct |= mark;
-      }
-  for (int part = 0; any_direct && part < parts_d; part++) {
-    transform(v, e, x, base + FIRST_D[rd] + part, 0, 0, first_h, rh, tiles, true, 0, operands);
-    for (int rw = 0; rw < STRIDE_W; rw++) {
-      w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * STRIDE_W + rw];
-      for (int group = 0; group < GROUPS; group++)
-        for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C))
-          for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (direct[(rw * GROUPS + group) * CHUNKS + chunk] == R(0.0)) continue;
-            const int channel = group * GROUP_OC + c, width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
-            direct_tile(v + group * (GROUP_IC * CHANNEL) + CHUNK_X[chunk], rd, rh, rw, w, part, width,
-                        lines + (channel * STRIDE_W + rw) * LINE + CHUNK_LINE[chunk], operands, channel, poison);
-          }
-    }
-  }
+  if (transformed && planes > 0)
+    *poison += compute_uneven(scratch, x, base, first_h, rd, rh, planes, tiles, weights, lines, operands);
 }

@@ -125,3 +125,54 @@ static void direct_tile(global const REAL *restrict v, const int rd, const int r
     }
   }
 }
+
+// Writes a plane's rows: v[b][channel][i * PITCH + w] is row b of tile i itself.
+static void plain_rows(global REAL *restrict v, global const REAL *restrict x, const int d, const int first_h, const int rh,
+                       const int tiles, global const REAL *restrict operands) {
+  for (int c = 0; c < IC; c++)
+    for (int b = 0; b < TAPS_H[rh] + LINES_H - 1; b++)
+      for (int i = 0; i < tiles; i++) {
+        const int h = first_h + INPUT_H[START_H[rh] + i * LINES_H + b];
+        global REAL *const to = v + b * PLANE + c * CHANNEL + i * PITCH;
+        if ((uint)d < ID && (uint)h < IH)
+          combine_row(to, x + (((size_t)c * ID + d) * IH + h) * IW, 0, 1, operands, c);
+        else
+          clear(to, IW);
+      }
+}
+
+// Finds the uneven chunks among the lines of one (rd, rh), and computes them directly. base: first position of the pair along depth.
+// Returns NaN when a result is not finite, else 0. A function of its own, so that compilers treat the usual path as if it were alone.
+__attribute__((noinline)) static real_v compute_uneven(global REAL *restrict scratch, global const REAL *restrict x, const int base,
+                                                       const int first_h, const int rd, const int rh, const int planes,
+                                                       const int tiles, global const REAL *restrict weights,
+                                                       global REAL *restrict lines, global const REAL *restrict operands) {
+  global REAL *const v = scratch + LEAD, *const direct = scratch + SCRATCH_DIRECT;
+  global const REAL *const loads = scratch + SCRATCH_LOADS, *const sums = scratch + SCRATCH_SUMS;
+  const int rows = min(BOX_H, POSITIONS_H - first_h);
+  real_v poison = SPLAT(R(0.0));
+  bool any_direct = false;
+  for (int rw = 0; rw < STRIDE_W; rw++)
+    for (int group = 0; group < GROUPS; group++)
+      for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        const bool mark = CHUNK_LINE[chunk] < tiles * ROW && uneven(loads + group * (3 * LOADS), sums + SUMS_OF(rw, group), rd, rh, rw,
+                                                                    planes, rows, chunk);
+        direct[(rw * GROUPS + group) * CHUNKS + chunk] = mark;
+        any_direct |= mark;
+      }
+  for (int part = 0; any_direct && part < PARTS_D[rd]; part++) {
+    plain_rows(v, x, base + FIRST_D[rd] + part, first_h, rh, tiles, operands);
+    for (int rw = 0; rw < STRIDE_W; rw++) {
+      global const REAL *w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * STRIDE_W + rw];
+      for (int group = 0; group < GROUPS; group++)
+        for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C))
+          for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            if (direct[(rw * GROUPS + group) * CHUNKS + chunk] == R(0.0)) continue;
+            const int channel = group * GROUP_OC + c, width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
+            direct_tile(v + group * (GROUP_IC * CHANNEL) + CHUNK_X[chunk], rd, rh, rw, w, part, width,
+                        lines + (channel * STRIDE_W + rw) * LINE + CHUNK_LINE[chunk], operands, channel, &poison);
+          }
+    }
+  }
+  return poison;
+}
