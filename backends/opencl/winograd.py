@@ -130,11 +130,12 @@ def axis_reason(axis: AxisGeometry) -> str | None:
 
 
 def even_weights(weight: np.ndarray, geometry: ConvGeometry) -> bool:
-    """Whether every tap of an output channel weighs enough beside the largest weight of the taps that transforms mix.
+    """Whether the taps of each output channel that transforms mix weigh as much as one another, and their channels.
 
     An output may read its tile through one tap alone, at a border or beside zeros, and its error comes from all taps of
     its tile. So the magnitudes of each tap's ``N`` input channels have to add up to ``sqrt(N)/4`` times the largest
-    weight; the kernel asks as much of the data (winograd_range.cl).
+    weight, and no more than an eighth of them may vanish beside it, lest the channels that hold the data be those. The
+    kernel sees to the data (winograd_range.cl).
 
     Args:
         weight: ``(IC, OC/groups, KD, KH, KW)``, finite.
@@ -144,7 +145,9 @@ def even_weights(weight: np.ndarray, geometry: ConvGeometry) -> bool:
     channels = geometry.in_channels // geometry.groups
     sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
     largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
-    return not mixed or bool((sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all())
+    even = (sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all()
+    vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
+    return not mixed or bool(even and vanishing.max() <= channels // 8)
 
 
 def winograd_starts(layout: LineLayout) -> list[int]:

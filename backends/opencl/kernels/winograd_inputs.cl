@@ -15,9 +15,10 @@ static void PASTE(winograd_inputs_, TAPS)(global REAL *restrict v, global const 
       for (int part = 0; part < PARTS; part++) STORE_V(z[part], v + part * PLANE + i * PITCH + w);
       if (!loads) continue;
       global REAL *const sum = loads + i * PITCH + w;
-      real_v load = fabs(z[0]);
-#pragma unroll
-      for (int part = 1; part < PARTS; part++) load += fabs(z[part]);
+      real_v load = fabs(z[0]) + fabs(z[PARTS - 1]);  // between them, these two mix every row
+#if TAPS == 1
+      for (int part = 1; part < PARTS - 1; part++) load += fabs(z[part]);
+#endif
       const real_v largest = fresh ? load : LOAD_V(sum + LOADS);
       STORE_V(load > largest ? load : largest, sum + LOADS);
       STORE_V(fresh ? load : load + LOAD_V(sum), sum);

@@ -30,7 +30,8 @@ static void mark_loads(global REAL *restrict loads, const int tiles, const bool 
       for (int w = 0; w < IW; w += VEC) {
         global REAL *const at = loads + i * PITCH + w;
         const real_v marks = fresh ? SPLAT(R(0.0)) : LOAD_V(at + 2 * LOADS);
-        STORE_V(LOAD_V(at) < most * LOAD_V(at + LOADS) ? SPLAT(R(1.0)) : marks, at + 2 * LOADS);
+        const real_v sum = LOAD_V(at);
+        STORE_V(sum < most * LOAD_V(at + LOADS) || sum == SPLAT(INFINITY) ? SPLAT(R(1.0)) : marks, at + 2 * LOADS);
       }
 }
 
