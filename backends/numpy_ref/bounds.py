@@ -128,9 +128,9 @@ class _Rules:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
         # Winograd transforms round a sum once more before and after, on the axes where a phase has several taps: a
-        # quarter more, of the output's own terms. What an implementation lets leak from others is not granted.
+        # fifth more, of the output's own terms. What an implementation lets leak from others is not granted.
         transformed = any(axis.most_taps > 1 for axis in step.geometry.axes)
-        unit = (1.25 if transformed else 1.0) * self.arithmetic.sum_of(terms) + 2.0 * self.arithmetic.product
+        unit = (1.2 if transformed else 1.0) * self.arithmetic.sum_of(terms) + 2.0 * self.arithmetic.product
         # Partial sums of terms in no particular order are of the size of sqrt(y^2 + sum of squared terms).
         # Independent errors of the terms add up in the same way, so that one convolution gives both.
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)

@@ -169,7 +169,7 @@ class OpenClExecutable:
 
     def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
         launches = self._launches
-        instead = {launch.prepare(tensors) for launch in launches} - {None}
+        instead = [name for launch in launches if (name := launch.prepare(tensors)) is not None]
         if instead:
             launches = self._plan(Options(max(instead), fusion=self._options.fusion))
             for launch in launches:

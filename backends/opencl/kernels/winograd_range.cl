@@ -4,7 +4,7 @@
 // that it does not read. They vanish in the output's own rounding where two things hold in each lane; a chunk with any other lane is
 // left to the direct sums below:
 //   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least a
-//     quarter of those of the tile's largest output. What it reads is then not small beside what the others read.
+//     third of those of the tile's largest output. What it reads is then not small beside what the others read.
 //   - No input channel dominates: in the depth component of the planes that both rows along depth read (in each one at borders, where
 //     there may be no such plane) the transformed magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest
 //     channel's. An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
@@ -48,7 +48,7 @@ static bool small_output(global const REAL *sums, const int rd, const int rh, co
           if (jd < planes && jh < rows) least = min(least, sum);
           largest = max(largest, sum);
         }
-      if (R(4.0) * least < largest || largest == INFINITY) return true;
+      if (R(3.0) * least < largest || largest == INFINITY) return true;
     }
   return false;
 }
@@ -68,7 +68,7 @@ static bool uneven(global const REAL *loads, global const REAL *sums, const int 
       least = sum < least ? sum : least;
       largest = sum > largest ? sum : largest;
     }
-    if (!ANY_V(SPLAT(R(4.0)) * least < largest || largest == SPLAT(INFINITY))) continue;
+    if (!ANY_V(SPLAT(R(3.0)) * least < largest || largest == SPLAT(INFINITY))) continue;
     for (int at = first; at < first + VEC; at++)
       if (at % ROW < POSITIONS_W && small_output(sums, rd, rh, planes, min(LINES_H, rows - at / ROW * LINES_H), at)) return true;
   }
