@@ -91,16 +91,6 @@ def _smallest(array: Array) -> float:
     return float(np.min(array, where=array > 0.0, initial=np.inf)) if np.any(array > 0.0) else 1.0
 
 
-def _largest_neighbour(values: Array, axis: int, distance: int) -> Array:
-    """The largest of each element and the two that lie ``distance`` away along ``axis``."""
-    before = (slice(None),) * axis + (slice(None, -distance),)
-    behind = (slice(None),) * axis + (slice(distance, None),)
-    largest: Array = values.copy(order="K")
-    np.maximum(largest[behind], values[before], out=largest[behind])
-    np.maximum(largest[before], values[behind], out=largest[before])
-    return largest
-
-
 class _Rules:
     """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
 
@@ -137,21 +127,17 @@ class _Rules:
     def convolution(self, step: Convolution, x: Bounded, y: Array, weight: Bounded, *bias: Bounded) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
-        # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
-        # has several taps.
-        transformed = [axis.most_taps > 1 for axis in step.geometry.axes]
-        unit = self.arithmetic.sum_of(terms + 3 * sum(transformed)) + 2.0 * self.arithmetic.product
+        # Winograd transforms round a sum once more before and after, on the axes where a phase has several taps: a
+        # fifth more, of the output's own terms. What an implementation lets leak from others is not granted.
+        transformed = any(axis.most_taps > 1 for axis in step.geometry.axes)
+        unit = (1.2 if transformed else 1.0) * self.arithmetic.sum_of(terms) + 2.0 * self.arithmetic.product
         # Partial sums of terms in no particular order are of the size of sqrt(y^2 + sum of squared terms).
         # Independent errors of the terms add up in the same way, so that one convolution gives both.
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
-        # They compute neighbours of one phase together, with errors of the size of the largest. What is infinite
-        # or undefined has no error and lends none.
+        # What is infinite or undefined has no error.
         squares[~np.isfinite(squares)] = 0.0
-        for axis, along in enumerate(step.geometry.axes, start=2):
-            if transformed[axis - 2]:
-                squares = _largest_neighbour(squares, axis, along.stride)
         y_squared = np.square(y)
         squares = np.maximum(squares, y_squared / terms)
         error: Array = unit * np.sqrt(y_squared + squares)

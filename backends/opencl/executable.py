@@ -176,8 +176,9 @@ class OpenClExecutable:
 
     def _run(self, kept: Kept, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
         launches = self._launches
-        if not all([launch.prepare(kept, tensors) for launch in launches]):
-            launches = self._plan(Options("gather", fusion=self._options.fusion))
+        instead = [name for launch in launches if (name := launch.prepare(kept, tensors)) is not None]
+        if instead:
+            launches = self._plan(Options(max(instead), fusion=self._options.fusion))
             for launch in launches:
                 launch.prepare(kept, tensors)
         call = Call(self._queue, kept, {})

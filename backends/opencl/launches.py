@@ -28,12 +28,12 @@ class Made:
     Attributes:
         sources: copies of the tensors.
         buffer: made from these copies.
-        finite: whether kernels are right on them.
+        instead: the algorithm to run on them in place of this one, where kernels are not right on them; or None.
     """
 
     sources: Tensors
     buffer: Any
-    finite: bool = True
+    instead: str | None = None
 
     def of(self, tensors: Tensors) -> bool:
         """Whether the tensors still have the bytes that it was made from."""
@@ -79,16 +79,16 @@ class Launch:
         elements = sum(each.elements for each in self.lowered.arguments if isinstance(each, Scratch))
         return elements * self._real.itemsize
 
-    def prepare(self, kept: Kept, tensors: Tensors) -> bool:
-        """Bring packed weights and operands up to date; False when the weights rule this launch out."""
-        finite = True
+    def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
+        """Bring packed weights and operands up to date; the algorithm to use instead when the weights ask for one."""
+        instead = None
         for position, each in enumerate(self.lowered.arguments):
             if isinstance(each, Weights | KernelOperands):
                 made: Made | None = kept.get((self, position))
                 if made is None or not made.of(tensors):
                     made = kept[self, position] = self._make(each, tensors)
-                finite = finite and made.finite
-        return finite
+                instead = instead or made.instead
+        return instead
 
     def _make(self, argument: Weights | KernelOperands, tensors: Tensors) -> Made:
         if isinstance(argument, KernelOperands):
@@ -98,9 +98,9 @@ class Launch:
         sources = {argument.name: np.array(tensors[argument.name])}
         weight = np.asarray(sources[argument.name], self._real)
         # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
-        finite = bool(np.isfinite(weight).all())
+        instead = "gather" if not np.isfinite(weight).all() else None if argument.suited(weight) else "direct"
         with np.errstate(invalid="ignore"):
-            return Made(sources, self._runtime.constant(argument.pack(weight)), finite)
+            return Made(sources, self._runtime.constant(argument.pack(weight)), instead)
 
     def _values(self, operands: KernelOperands, tensors: Tensors) -> np.ndarray:
         """The ``operands`` buffer: scalars, and per-channel tensors of the current call."""
