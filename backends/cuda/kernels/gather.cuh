@@ -63,12 +63,12 @@ __device__ __forceinline__ void gather_store(const Gathered &total, double *to) 
   if (GATHERED > 2) to[2 * (GATHERED > 2)] = total.c;
 }
 
-// Values v[m] where inside[m], `more` of them and one at least, into a state of `before` values, whose numbers are PITCH
+// Values v[m] where inside[m], `more` of them and one at least, into a state of `seen` values, whose numbers are PITCH
 // apart.
 template <int COUNT, int PITCH>
-__device__ __forceinline__ void gather_more(State *state, State before, State more, const COMPUTE (&v)[COUNT],
+__device__ __forceinline__ void gather_more(State *state, State seen, State more, const COMPUTE (&v)[COUNT],
                                             const bool (&inside)[COUNT]) {
-  const bool fresh = before == State(0);
+  const bool fresh = seen == State(0);
 #if GATHER == MOMENTS
   State first = 0, sum = 0, rest = 0, squares = 0;
 #pragma unroll
@@ -85,10 +85,10 @@ __device__ __forceinline__ void gather_more(State *state, State before, State mo
   rest /= more;
   squares = multiply_add(-rest * more, rest, squares);
   if (fresh) state[0] = centre;
-  const State mean = fresh ? State(0) : state[PITCH], total = before + more;
+  const State mean = fresh ? State(0) : state[PITCH], total = seen + more;
   const State apart = (centre - state[0]) + (rest - mean);
   state[PITCH] = multiply_add(apart, more / total, mean);
-  squares = multiply_add(apart * apart, before * (more / total), squares);
+  squares = multiply_add(apart * apart, seen * (more / total), squares);
   state[2 * PITCH] = fresh ? squares : state[2 * PITCH] + squares;
 #elif GATHER == EXPONENTS
   const State before = fresh ? State(-INFINITY) : state[0];
