@@ -25,7 +25,7 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
       EACH_RUN {
         real_v rest_run = SPLAT(R(0.0)), run = rest_run;
         EACH_IN_RUN {
-          const real_v deviation = (LOAD_V(p + c * STAGE_RUN) - mean) * factor;
+          const real_v deviation = fma(LOAD_V(p + c * STAGE_RUN), factor, -mean);
           rest_run += deviation;
           run = fma(deviation, deviation, run);
         }
@@ -34,11 +34,12 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
       }
       if (!OVERFLOWS(squares)) break;
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
+      mean *= factor;
     }
     rest *= share;
     const real_v scale = SCALE_OF(squares, rest, factor, STAGE_CHANNELS, operands[STAGE_EPS]), offset = -rest * scale;
     for (int c = 0; c < STAGE_CHANNELS; c++) {
-      real_v value = fma((LOAD_V(p + c * STAGE_RUN) - mean) * factor, scale, offset);
+      real_v value = fma(fma(LOAD_V(p + c * STAGE_RUN), factor, -mean), scale, offset);
       STAGE_AFFINE(value, c);
       STAGE_TAIL(value, c);
       STORE_V(value, p + c * STAGE_RUN);
