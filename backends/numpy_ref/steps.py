@@ -264,7 +264,7 @@ def split_groups(step: Normalize, x: NDArray[Any]) -> tuple[NDArray[Any], tuple[
 
 
 def centred(parts: Array, axes: tuple[int, ...]) -> Array:
-    """Deviations from the mean over ``axes``: exactly 0 for equal values, and right for one that is far from all others.
+    """Deviations from the mean over ``axes``: exactly 0 for equal values, and right beside an outlier.
 
     The first value is subtracted before a mean is taken, and the mean that is left is subtracted once more.
     """

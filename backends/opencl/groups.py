@@ -61,8 +61,9 @@ class Statistics:
     """What the launch that makes a value leaves of each of its rows (n, c, d, h).
 
     Attributes:
-        kind: ``moments``, the mean in two parts and the sum of squared deviations from it; ``total``, the values combined by a
-            reduction without its finish; ``exponentials``, the largest value and the sum of exponentials below it.
+        kind: ``moments``, the mean in two parts and the sum of squared deviations from it; ``total``, the values
+            combined by a reduction without its finish; ``exponentials``, the largest value and the sum of exponentials
+            below it.
         form: the reduction of a ``total``.
     """
 

@@ -60,7 +60,7 @@ def render_stages(
     """
     text, calls = "", ""
     for number, stage in enumerate(stages, start=first):
-        # Sums are taken in runs and then over runs, so that errors grow with the root of the channels; a norm's are compensated.
+        # Sums are taken in runs and then over runs, so that errors grow with the root of the channels, if at all.
         run = NORM_RUN if isinstance(stage.step, Normalize) else max(8, math.isqrt(channels))
         values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": channels, "STAGE_TERMS": run, **extra}
         affine = ""
