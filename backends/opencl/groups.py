@@ -230,6 +230,10 @@ def fold_of(pools: Sequence[Pool]) -> tuple[Fold, ReductionForm]:
     return Fold(pools[0].function, (d, h, w)), pools[0].form
 
 
+#: Why a pooling is no fold.
+WINDOWS = "its windows overlap, leave gaps or reach into padding"
+
+
 # ---- rules -------------------------------------------------------------------------------------------------
 class Rules:
     """What joins a convolution: nothing, where every result is computed by itself.
@@ -289,6 +293,8 @@ class LineRules(Rules):
 
     def pool(self, group: Group, step: Pool) -> str | None:
         """None when the pool folds into the lines."""
+        if not step.plain:
+            return WINDOWS
         if not step.form.plain or not combinable(step.form.monoid):
             return f"{step.op} is not a plain reduction"
         earlier = [part.step for part in group.parts if isinstance(part.step, Pool)]
@@ -307,6 +313,8 @@ class LineRules(Rules):
 
 
 def _phases_reason(step: Convolution) -> str | None:
+    if any(axis.step > 1 for axis in step.geometry.axes):
+        return "its windows lie more than one input apart"
     phases = math.prod(axis.stride for axis in step.geometry.axes)
     return f"more than {MOST_PHASES} phases" if phases > MOST_PHASES else None
 
