@@ -11,6 +11,7 @@ operation that others make up is a builder that appends their steps (:meth:`Bind
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -320,7 +321,9 @@ VOCABULARY: dict[str, Operation] = {
     # -- pools and reductions
     **of_each_rank("avg_pool", Operation(_MEAN_WINDOWS, pool(MEAN), "mean of each window")),
     **of_each_rank("max_pool", Operation(_WINDOWS, pool(MAXIMUM), "maximum of each window; NaN wins")),
-    "squeeze": Operation((AXIS,), squeeze, "drop axes of extent 1; nothing is computed"),
+    "squeeze": Operation(
+        (replace(AXIS, required=True, default=None),), squeeze, "drop axes of extent 1; nothing is computed"
+    ),
     "sum": reduction(ReductionForm("sum", SUM, torch="torch.sum", onnx="ReduceSum"), "sum over the named axes"),
     "mean": reduction(MEAN, "mean over the named axes"),
     "max": reduction(MAXIMUM, "maximum over the named axes; NaN wins"),
