@@ -91,6 +91,8 @@ def ranked(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
+    if any(axis.step > 1 for axis in geometry.axes):
+        return "its windows lie more than one input apart"
     return axis_reason(geometry.depth) or axis_reason(geometry.height)
 
 
@@ -274,6 +276,9 @@ def render(
         "ID": g.depth.input,
         "IH": g.height.input,
         "IW": g.width.input,
+        "APART_D": g.depth.step,
+        "APART_H": g.height.step,
+        "APART_W": width.step,
         "STRIDE_D": g.depth.stride,
         "STRIDE_H": g.height.stride,
         "STRIDE_W": g.width.stride,
@@ -339,12 +344,12 @@ def render(
         table(f"TAPS_{letter}", [len(phase.taps) for phase in axis.phases])
         for letter, axis in zip("DHW", g.axes, strict=True)
     )
-    low = [tuple(tap.offset for tap in phase.taps) for phase in width.phases]
+    offsets = [tuple(layout.width_offset(tap.offset) for tap in phase.taps) for phase in width.phases]
     tables_text = (
         taps
         + table("INPUT_D", layout.depth.rows)
         + table("INPUT_H", layout.height.rows)
-        + table("OFFSET_W", low)
+        + table("OFFSET_W", offsets)
         + table("PHASE_WEIGHTS", winograd_starts(layout) if tile.winograd else direct_starts(layout))
         + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
@@ -380,7 +385,14 @@ def render(
 
 
 def _direct_tables(layout: LineLayout) -> str:
-    return table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
+    slots = table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
+    parts = layout.width_parts
+    return (
+        slots
+        + defines({"PARTS_W": len(parts)})
+        + table("PART_W", list(parts))
+        + table("PART_EXTENT", [extent for _, extent in parts.values()])
+    )
 
 
 def _sums(name: str, rows: Sequence[Row], source: str, target: str) -> str:

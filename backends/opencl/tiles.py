@@ -62,7 +62,7 @@ class AxisTables:
     """Which input rows a box needs along one axis, and which of them each tap reads.
 
     Attributes:
-        rows: input index, relative to the box's first position, of each packed row.
+        rows: input index, relative to that of the box's first position, of each packed row.
         slots: for each phase and tap, the packed row that position 0 of the box reads; position b reads
             row ``slot + b``.
     """
@@ -71,14 +71,27 @@ class AxisTables:
     slots: tuple[tuple[int, ...], ...]
 
 
+def polyphase(axis: AxisGeometry) -> dict[int, list[int]]:
+    """The tap offsets as ``quotient * step + remainder``: the quotients by remainder, both in order.
+
+    Inputs of one remainder lie side by side for a tap that moves on by ``step`` from one position to the next.
+    """
+    parts: dict[int, set[int]] = {}
+    for offset in (tap.offset for phase in axis.phases for tap in phase.taps):
+        parts.setdefault(offset % axis.step, set()).add(offset // axis.step)
+    return {remainder: sorted(parts[remainder]) for remainder in sorted(parts)}
+
+
 def axis_tables(axis: AxisGeometry, box: int) -> AxisTables:
-    """The packed rows of a box of ``box`` positions.
+    """The packed rows of a box of ``box`` positions, those of one remainder together.
 
     With one position only the rows that some tap reads are packed, so that a large dilation costs nothing;
-    with more, rows are contiguous.
+    with more, rows of a remainder are contiguous.
     """
-    offsets = sorted({tap.offset for phase in axis.phases for tap in phase.taps})
-    rows = offsets if box == 1 else list(range(offsets[0], offsets[-1] + box))
+    rows: list[int] = []
+    for remainder, quotients in polyphase(axis).items():
+        packed = quotients if box == 1 else range(quotients[0], quotients[-1] + box)
+        rows += [quotient * axis.step + remainder for quotient in packed]
     slots = tuple(tuple(rows.index(tap.offset) for tap in phase.taps) for phase in axis.phases)
     return AxisTables(tuple(rows), slots)
 
@@ -135,15 +148,36 @@ class LineLayout:
         return axis_tables(self.geometry.height, self.tile.box_h)
 
     @cached_property
+    def width_parts(self) -> dict[int, tuple[int, int]]:
+        """By remainder along width: place of its packed rows among those of all remainders, and their extent."""
+        axis = self.geometry.width
+        return {
+            remainder: (number, max(0, -(-(axis.input - remainder) // axis.step)))
+            for number, remainder in enumerate(polyphase(axis))
+        }
+
+    @cached_property
+    def width_range(self) -> tuple[int, int]:
+        """Smallest and largest distance of a tap along a packed row."""
+        quotients = [quotient for each in polyphase(self.geometry.width).values() for quotient in each]
+        return min(quotients), max(quotients)
+
+    def width_offset(self, offset: int) -> int:
+        """Where, from a position's place in the first packed row, the input at that tap offset along width is."""
+        quotient, remainder = divmod(offset, self.geometry.width.step)
+        return self.width_parts[remainder][0] * len(self.height.rows) * self.pitch + quotient
+
+    @cached_property
     def halo(self) -> tuple[int, int]:
-        """Zeros needed left and right of a row for the taps along width."""
-        low, high = self.geometry.width.offset_range
-        return max(0, -low), max(0, self.positions[2] + high - self.geometry.width.input)
+        """Zeros needed left and right of a packed row for the taps along width."""
+        low, high = self.width_range
+        shortest = min(extent for _, extent in self.width_parts.values())
+        return max(0, -low), max(0, self.positions[2] + high - shortest)
 
     @cached_property
     def pitch(self) -> int:
         """Distance between packed input rows: the row and the gap that serves both neighbours as halo."""
-        pitch = self.geometry.width.input + max(self.halo)
+        pitch = max(extent for _, extent in self.width_parts.values()) + max(self.halo)
         return pitch if self.tile.flat else round_up(pitch, self.tile.vec)
 
     @cached_property
@@ -152,7 +186,7 @@ class LineLayout:
         if self.tile.winograd:
             extent = (self.line_rows - 1) * self.pitch + self.edge
         else:
-            extent = len(self.height.rows) * self.pitch
+            extent = len(self.width_parts) * len(self.height.rows) * self.pitch
         if extent < 4 * self.tile.vec:
             return extent
         return (round_up(extent, 16) // 16 | 1) * 16
@@ -218,7 +252,7 @@ class LineLayout:
     @cached_property
     def packed_size(self) -> int:
         """The core's input lines of one box, the zeros before them, and slack that vector loads may touch."""
-        low, high = self.geometry.width.offset_range
+        low, high = self.width_range
         over_read = (
             self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w + max(0, high) - min(0, low)
         )
@@ -366,6 +400,8 @@ def device_class(vec: int) -> DeviceClass:
 
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
+#: How much longer packing takes where neighbours in a packed row are none in memory.
+STRIDED_COST = 4.0
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
 TRANSFORM_COST = 1.0
 
@@ -388,7 +424,8 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     if not tile.winograd:
         taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
         products = tile.box_d * line * group_ic * taps
-        packing = len(layout.depth.rows) * len(layout.height.rows) * g.in_channels * row_vectors
+        rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
+        packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
         return products + 2 * TRANSFORM_COST * packing
     products = transforms = 0.0
     for d in g.depth.phases:
@@ -396,10 +433,10 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
             parts_d, parts_h = len(d.taps) + 1, len(h.taps) + tile.rows - 1
             products += parts_d * parts_h * taps_w * line * group_ic
             # A component's row is a sum of about ``rows`` rows, and stored.
-            rows = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
+            component = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
             # Per depth component each result is a sum of about ``rows`` components, added to its line, 1.5 times.
             inverse = channels * g.width.stride * vectors * 1.5 * tile.rows**2
-            transforms += parts_d * (g.in_channels * rows * row_vectors + inverse)
+            transforms += parts_d * (g.in_channels * component * row_vectors + inverse)
     return layout.filled * tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
 
 
