@@ -20,7 +20,16 @@
 // line[i] = row[APART_W * i + remainder] for all i below count.
 static void pick_row(global REAL *restrict line, global const REAL *restrict row, const int remainder, const int count,
                      global const REAL *restrict operands, const int channel) {
-  for (int i = 0; i < count; i += VEC) {
+  int i = 0;
+#if APART_W == 2 && VEC > 2
+  for (; (i + VEC) * 2 + remainder <= IW; i += VEC) {
+    const real_v low = LOAD_V(row + 2 * i + remainder), high = LOAD_V(row + 2 * i + remainder + VEC);
+    real_v value = (real_v)(low.even, high.even);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + i);
+  }
+#endif
+  for (; i < count; i += VEC) {
     REAL lanes[VEC];
     for (int j = 0; j < VEC; j++) lanes[j] = i + j < count ? row[(i + j) * APART_W + remainder] : R(0.0);
     real_v value = LOAD_V(lanes);
