@@ -43,7 +43,8 @@ class Task:
         group = self.group
         assert group.convolution is not None
         fold = None if group.fold is None else group.fold[0]
-        return lines.choose(group.convolution.geometry, fold, self.target, self.real, self.options)
+        geometry, whole_rows = group.convolution.geometry, group.gathers is not None
+        return lines.choose(geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
 
 
 class Implementation(Protocol):

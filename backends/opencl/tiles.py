@@ -41,6 +41,7 @@ class Tile:
         flat: rows of a line follow each other without alignment.
         rows: rows along height that a Winograd transform F(rows, n) yields at once, 2 or 3; boxes hold multiples
             of it, and pairs along depth, where the transform is F(2, n). 1 stands for the direct core.
+        box_w: positions along width that a work item owns; 0 for all of them.
     """
 
     vec: int
@@ -50,6 +51,7 @@ class Tile:
     box_h: int
     flat: bool
     rows: int = 1
+    box_w: int = 0
 
     @property
     def winograd(self) -> bool:
@@ -125,6 +127,11 @@ class LineLayout:
         return (result[0], result[1], result[2])
 
     @property
+    def span(self) -> int:
+        """Positions along width of a work item."""
+        return self.tile.box_w or self.positions[2]
+
+    @property
     def lines_h(self) -> int:
         """Lines that a box's rows along height are dealt out to: those of a Winograd tile go to one each."""
         return self.tile.rows
@@ -149,10 +156,16 @@ class LineLayout:
 
     @cached_property
     def width_parts(self) -> dict[int, tuple[int, int]]:
-        """By remainder along width: place of its packed rows among those of all remainders, and their extent."""
-        axis = self.geometry.width
+        """By remainder along width: place of its packed rows among those of all remainders, and their extent.
+
+        A box of all positions packs the whole row, a smaller one what its taps reach, zeros outside included.
+        """
+        axis, (low, high) = self.geometry.width, self.width_range
         return {
-            remainder: (number, max(0, -(-(axis.input - remainder) // axis.step)))
+            remainder: (
+                number,
+                self.span + high - low if self.tile.box_w else max(0, -(-(axis.input - remainder) // axis.step)),
+            )
             for number, remainder in enumerate(polyphase(axis))
         }
 
@@ -165,11 +178,14 @@ class LineLayout:
     def width_offset(self, offset: int) -> int:
         """Where, from a position's place in the first packed row, the input at that tap offset along width is."""
         quotient, remainder = divmod(offset, self.geometry.width.step)
+        quotient -= self.width_range[0] if self.tile.box_w else 0
         return self.width_parts[remainder][0] * len(self.height.rows) * self.pitch + quotient
 
     @cached_property
     def halo(self) -> tuple[int, int]:
         """Zeros needed left and right of a packed row for the taps along width."""
+        if self.tile.box_w:
+            return 0, 0
         low, high = self.width_range
         shortest = min(extent for _, extent in self.width_parts.values())
         return max(0, -low), max(0, self.positions[2] + high - shortest)
@@ -203,16 +219,16 @@ class LineLayout:
     @cached_property
     def row(self) -> int:
         """Distance between rows of a result line."""
-        return self.pitch if self.tile.flat else round_up(self.positions[2], self.tile.vec)
+        return self.pitch if self.tile.flat else round_up(self.span, self.tile.vec)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The register tiles of one line, wide ones first."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
-            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.positions[2])]
+            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.span)]
         else:
-            spans = [(h * self.pitch, h * self.row, self.positions[2]) for h in range(self.line_rows)]
+            spans = [(h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
         chunks = []
         for x, line, extent in spans:
             vectors, done = -(-extent // vec), 0
@@ -231,7 +247,7 @@ class LineLayout:
     def lanes_used(self) -> float:
         """Share of computed lanes that are results."""
         computed = sum(chunk.width for chunk in self.chunks) * self.tile.vec
-        return self.line_rows * self.positions[2] / computed
+        return self.line_rows * self.span / computed
 
     @property
     def line_channels(self) -> int:
@@ -313,9 +329,11 @@ class LineLayout:
         return round_up(self.fold_box[0] * channels * self.fold_planes * self.fold_line, 16)
 
     @property
-    def boxes(self) -> tuple[int, int]:
-        """Work items per image along depth and height."""
-        return (-(-self.positions[0] // self.tile.box_d), -(-self.positions[1] // self.tile.box_h))
+    def boxes(self) -> tuple[int, int, int]:
+        """Work items per image along depth, height and width."""
+        own = self.tile.box_d, self.tile.box_h, self.span
+        d, h, w = (-(-positions // box) for positions, box in zip(self.positions, own, strict=True))
+        return d, h, w
 
     @property
     def filled(self) -> float:
@@ -448,6 +466,7 @@ class Wanted:
     box: tuple[int, int] | None = None
     flat: bool | None = None
     rows: int | None = None
+    whole_rows: bool = False
 
 
 def imbalance(items: int, units: int) -> float:
@@ -516,6 +535,17 @@ class Resources:
     units: int
 
 
+#: Positions along width that a box may have where whole rows are too long for the cache, or too few to share.
+WIDTHS = (256, 512, 1024, 2048)
+
+
+def _widths(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
+    """What :attr:`Tile.box_w` is chosen from, by the layout of the smallest box of whole rows."""
+    short = smallest.core_size * resources.itemsize <= resources.cache_bytes
+    many = math.prod(smallest.boxes) * max(1, geometry.batch) >= 4 * resources.units
+    return (0,) if short and many else (0, *(width for width in WIDTHS if 2 * width <= smallest.positions[2]))
+
+
 def ranked_tiles(
     geometry: ConvGeometry, fold: Fold | None, resources: Resources, *, winograd: bool, wanted: Wanted = Wanted()
 ) -> list[tuple[float, Tile]]:
@@ -523,7 +553,7 @@ def ranked_tiles(
 
     Only boxes whose scratch fits the cache; the smallest box in any case, and a box that is asked for. Large
     boxes pack less input twice, but a small batch may then leave some of the compute units idle; the
-    time that they wait counts as work.
+    time that they wait counts as work. Boxes of parts of rows are left out with a fold and with Winograd's core.
 
     Raises:
         InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
@@ -548,19 +578,21 @@ def ranked_tiles(
         rows: device.tiles(rows, geometry.height.most_taps) if wanted.register_tile is None else (wanted.register_tile,)
         for rows in rows_choices
     }
+    widths: tuple[int, ...] = (0,)
+    if not (winograd or wanted.whole_rows or fold):
+        widths = _widths(geometry, LineLayout(geometry, fold, Tile(vec, *register_tiles[1][0], 1, 1, False)), resources)
     ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
-    for smallest, box, rows, (number, register_tile), flat in (
-        (*each, numbered, flat) for each in boxes for numbered in enumerate(register_tiles[each[2]]) for flat in forms
-    ):
-        tile = Tile(vec, *register_tile, *box, flat, rows)
-        layout = LineLayout(geometry, fold, tile)
-        size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
-        fits = size <= resources.cache_bytes
-        if fits or smallest:
-            items = layout.boxes[0] * layout.boxes[1]
-            cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
-            preference = (rows, flat, number, size)
-            ranked.append((cost if fits else 1.5 * cost, preference, tile))
+    for (smallest, box, rows), width, flat in product(boxes, widths, forms):
+        for number, register_tile in enumerate(register_tiles[rows]):
+            tile = Tile(vec, *register_tile, *box, flat, rows, width)
+            layout = LineLayout(geometry, fold, tile)
+            size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
+            fits = size <= resources.cache_bytes
+            if fits or smallest:
+                items = math.prod(layout.boxes)
+                cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
+                preference = (rows, flat, number, size)
+                ranked.append((cost if fits else 1.5 * cost, preference, tile))
     # Within the error of the estimates fewer rows at once win, which round less, then aligned rows, then the
     # class's order of register tiles, then the box that leaves most of the cache to the rest.
     near = NEARLY_EQUAL * min(cost for cost, _, _ in ranked)

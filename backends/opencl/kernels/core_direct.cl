@@ -16,32 +16,43 @@
 #undef TILE_W
 #endif
 
-#if APART_W > 1
-// line[i] = row[APART_W * i + remainder] for all i below count.
-static void pick_row(global REAL *restrict line, global const REAL *restrict row, const int remainder, const int count,
+#if APART_W > 1 || BOX_W
+// line[i] = row[start + APART_W * i] for all i below count, 0 outside the row.
+static void pick_row(global REAL *restrict line, global const REAL *restrict row, const int start, const int count,
                      global const REAL *restrict operands, const int channel) {
-  int i = 0;
-#if APART_W == 2 && VEC > 2
-  for (; (i + VEC) * 2 + remainder <= IW; i += VEC) {
-    const real_v low = LOAD_V(row + 2 * i + remainder), high = LOAD_V(row + 2 * i + remainder + VEC);
+  const int first = start < 0 ? min(count, (APART_W - 1 - start) / APART_W) : 0;
+  const int end = max(first, min(count, (IW - start + APART_W - 1) / APART_W));
+  clear(line, first);
+  int i = first;
+#if APART_W == 1
+  for (; i + VEC <= end; i += VEC) {
+    real_v value = LOAD_V(row + start + i);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + i);
+  }
+#elif APART_W == 2 && VEC > 2
+  for (; i + VEC <= end && start + 2 * (i + VEC) <= IW; i += VEC) {
+    const real_v low = LOAD_V(row + start + 2 * i), high = LOAD_V(row + start + 2 * i + VEC);
     real_v value = (real_v)(low.even, high.even);
     PROLOGUE(value, channel);
     STORE_V(value, line + i);
   }
 #endif
-  for (; i < count; i += VEC) {
+  for (; i < end; i += VEC) {
     REAL lanes[VEC];
-    for (int j = 0; j < VEC; j++) lanes[j] = i + j < count ? row[(i + j) * APART_W + remainder] : R(0.0);
+    for (int j = 0; j < VEC; j++) lanes[j] = i + j < end ? row[start + (i + j) * APART_W] : R(0.0);
     real_v value = LOAD_V(lanes);
     PROLOGUE(value, channel);
-    store_lanes(value, line + i, count - i);
+    store_lanes(value, line + i, end - i);
   }
+  clear(line + end, count - end);
 }
 #endif
 
-// Packs the input rows of one box: planes APART_D*first_d + INPUT_D[..], rows APART_H*first_h + INPUT_H[..].
+// Packs the input rows of one box: planes APART_D*first_d + INPUT_D[..], rows APART_H*first_h + INPUT_H[..]; with BOX_W, of each
+// what the taps of positions first_w .. first_w + BOX_W - 1 reach.
 static void pack_box(global REAL *restrict packed, global const REAL *restrict x, const int first_d, const int first_h,
-                     global const REAL *restrict operands) {
+                     const int first_w, global const REAL *restrict operands) {
   for (int plane = 0; plane < PLANES; plane++) {
     const int d = first_d * APART_D + INPUT_D[plane];
     if ((uint)d >= ID) continue;
@@ -51,12 +62,12 @@ static void pack_box(global REAL *restrict packed, global const REAL *restrict x
       if ((uint)h < IH) {
         global const REAL *source = x + ((size_t)d * IH + h) * IW;
         for (int c = 0; c < IC; c++)
-#if APART_W == 1
+#if APART_W == 1 && !BOX_W
           combine_row(line + c * CHANNEL, source + (size_t)c * ((size_t)ID * IH * IW), 0, 1, operands, c);
 #else
           for (int part = 0; part < PARTS_W; part++)
-            pick_row(line + c * CHANNEL + part * (ROWS * PITCH), source + (size_t)c * ((size_t)ID * IH * IW), PART_W[part],
-                     PART_EXTENT[part], operands, c);
+            pick_row(line + c * CHANNEL + part * (ROWS * PITCH), source + (size_t)c * ((size_t)ID * IH * IW),
+                     (BOX_W ? (first_w + LOW_W) * APART_W : 0) + PART_W[part], PART_EXTENT[part], operands, c);
 #endif
       } else {
         for (int c = 0; c < IC; c++)
@@ -67,8 +78,8 @@ static void pack_box(global REAL *restrict packed, global const REAL *restrict x
 }
 
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                      global const REAL *restrict operands) {
-  pack_box(scratch + LEAD, x, first_d, first_h, operands);
+                      const int first_w, global const REAL *restrict operands) {
+  pack_box(scratch + LEAD, x, first_d, first_h, first_w, operands);
 }
 
 // All phases along width of the rows of one (rd, rh): lines [BOX_D][LINE_CHANNELS][STRIDE_W][LINE].
