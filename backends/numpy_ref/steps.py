@@ -290,7 +290,7 @@ def softmax(step: Softmax, x: Array) -> Array:
     return result
 
 
-def windows(step: Pool, x: NDArray[Any], combine: np.ufunc, outside: float) -> NDArray[Any]:
+def windows(step: Pool, x: NDArray[Any], combine: np.ufunc, outside: float = 0.0) -> NDArray[Any]:
     """Combine the elements of each window, one axis after another; beyond the input there is ``outside``."""
     for axis, size in enumerate(step.window, start=2):
         stride, gap, (before, _) = step.stride[axis - 2], step.dilation[axis - 2], step.padding[axis - 2]
