@@ -441,7 +441,14 @@ NORMS = ("group_norm", "instance_norm", "batch_norm")
 OVER_AXES = ("layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "max", "min", "log_sum_exp")
 #: What makes NaN or overflows on numbers of any size and sign: tests of their own draw numbers that fit.
 SENSITIVE = ("divide", "exp", "log", "sqrt", "reciprocal", "product")
-assert {"conv_transpose3d", "conv3d", *POINTWISE, *POOLS, *NORMS, *OVER_AXES, *SENSITIVE} == set(VOCABULARY)
+PLAIN = {"conv_transpose3d", "conv3d", "squeeze", *POINTWISE, *POOLS, *NORMS, *OVER_AXES, *SENSITIVE}
+assert {op for op, operation in VOCABULARY.items() if operation.rank in (None, 3)} == {
+    *PLAIN,
+    "conv",
+    "conv_transpose",
+    "avg_pool",
+    "max_pool",
+}
 
 NUMBERS = st.sampled_from((-1.75, -0.5, -0.0, 0.25, 1.0, 1.5, 2.0))
 

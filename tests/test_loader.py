@@ -19,7 +19,7 @@ from dispatcher.errors import DispatcherError, InputError, ProblemFileError
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.loader import load_problem, problem_names
-from dispatcher.problem.schema import RESERVED_NAMES, problem_from_mapping
+from dispatcher.problem.schema import INTERFACE_NAMES, problem_from_mapping
 from dispatcher.problem.yamlfile import MAX_DEPTH, MAX_FILE_BYTES, MAX_NODES, read_yaml
 
 VALID = """\
@@ -578,7 +578,7 @@ def test_required_keys(key: str) -> None:
     assert refused(mapping) == f"problem mapping: the key '{key}' is missing; add it"
 
 
-@pytest.mark.parametrize("name", sorted({*RESERVED_NAMES, "kernel", "output"}))
+@pytest.mark.parametrize("name", sorted({*INTERFACE_NAMES, "kernel", "output"}))
 def test_argument_names_of_the_interface_are_reserved(name: str) -> None:
     mapping = valid()
     parameter(mapping, "factor")["name"] = name

@@ -290,6 +290,7 @@ def vocabulary_table() -> str:
     rows = [
         f"| `{op}` | {kind.meaning} | {'<br>'.join(map(field_cell, kind.fields)) or 'none'} |"
         for op, kind in VOCABULARY.items()
+        if kind.rank is None
     ]
     return "\n".join(["| Step | What it computes | Fields |", "|---|---|---|", *rows])
 

@@ -55,7 +55,7 @@ class Fma:
         p["channel_tiles"], p["term_count"] = channel_tiles, len(tables.terms)
         p["in"], p["positions"] = geometry.input_shape[2:], task.positions
         p["out"] = task.positions if folded else geometry.output_shape[2:]
-        p["stride"] = [axis.stride for axis in geometry.axes]
+        p["stride"], p["step"] = [axis.stride for axis in geometry.axes], [axis.step for axis in geometry.axes]
         p["residues"], p["axis_slots"] = tables.residues, tables.axis_slots
         stored = program.value_dtype(convolution.source)
         draft.defines.update(program.defines(stored, program.value_dtype(task.last + 1)), **tile.defines)

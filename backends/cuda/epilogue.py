@@ -128,6 +128,8 @@ def extend(epilogue: Epilogue, convolution: Convolution, step: Step, resident: b
 
 
 def _pool(epilogue: Epilogue, convolution: Convolution, step: Pool, resident: bool) -> Epilogue | str:
+    if not step.plain:
+        return "its windows overlap, leave gaps or reach into padding"
     if epilogue.softmax:
         return "pooling does not follow a softmax in one launch"
     if epilogue.fold is not None:

@@ -86,7 +86,11 @@ class PoolKernel(_MemoryBound):
         _finished(draft, task, program, step.shape)
         p = draft.parameters
         p["count"], p["in"], p["window"] = math.prod(step.shape), step.input_shape[2:], step.window
-        unrolled = math.prod(step.window) <= MAX_WINDOW
+        p["stride"], p["dilation"] = step.stride, step.dilation
+        p["before"], p["after"] = zip(*step.padding, strict=True)
+        p["counted"], p["divisor"] = int(step.count_padding), step.divisor or 0
+        draft.defines["PLAIN"] = int(step.plain)
+        unrolled = step.plain and math.prod(step.window) <= MAX_WINDOW
         window = step.window if unrolled else (0, 0, 0)
         draft.defines.update(zip(("WINDOW_Z", "WINDOW_Y", "WINDOW_X"), window, strict=True))
         dtype = program.value_dtype(task.steps[0].source)

@@ -63,6 +63,8 @@ def describe(steps: Sequence[Step]) -> Prologue | str:
                 (before if pool is None else behind).append(step)
             case Pool() if pool is not None:
                 return "one pooling is fused already"
+            case Pool() if not step.plain:
+                return "its windows overlap, leave gaps or reach into padding"
             case Pool():
                 if math.prod(step.window) > MAX_WINDOW:
                     return f"a window of {math.prod(step.window)} elements is more than {MAX_WINDOW}"

@@ -44,7 +44,7 @@ def largest_item(operator: Operator) -> int:
 
 def chunks(operator: Operator) -> list[slice]:
     """The parts of the batch that are worked on one after another."""
-    batch = operator.steps[0].input_shape[0]
+    batch = operator.batch
     if operator.mixes_batch:
         return [slice(0, batch)]
     items = max(1, CHUNK_ELEMENTS // largest_item(operator))
@@ -52,8 +52,8 @@ def chunks(operator: Operator) -> list[slice]:
 
 
 def output_chunk(operator: Operator, chunk: slice) -> slice:
-    """The part of the result that ``chunk`` of the input's batch makes; all of it where items are mixed."""
-    return slice(0, operator.output_shape[0]) if operator.mixes_batch else chunk
+    """The part of the last value that ``chunk`` of the input's batch makes; all of it where items are mixed."""
+    return slice(0, operator.steps[-1].shape[0]) if operator.mixes_batch else chunk
 
 
 def walk(
@@ -75,7 +75,7 @@ def walk(
     Returns:
         The last step's value; its elements may lie in memory in any order.
     """
-    batch = operator.steps[0].input_shape[0]
+    batch = operator.batch
     last_read: dict[int, int] = {}  # value to the index of the last step that reads it
     for index, step in enumerate(operator.steps):
         last_read[step.source] = index
@@ -156,9 +156,10 @@ def run_steps(operator: Operator, tensors: Tensors, result: np.ndarray, progress
         progress: told the fraction done, from time to time.
     """
     meter = Meter(progress, len(chunks(operator)) * len(operator.convolutions))
+    whole = operator.with_all_axes(result)
 
     def work(chunk: slice) -> None:
-        result[output_chunk(operator, chunk)] = walk(
+        whole[output_chunk(operator, chunk)] = walk(
             operator, tensors, chunk, lambda array: array, partial(apply, advance=meter)
         )
 

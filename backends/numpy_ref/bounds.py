@@ -263,16 +263,16 @@ class _Rules:
 
     def pool(self, step: Pool, x: Bounded, y: Array) -> Array:
         """Of a maximum, the largest error in its window; of a mean, its terms' errors and the rounding."""
-        windows = reference.windows
         if step.form.monoid.errors == "selects":
-            return windows(step, x.error, np.maximum)
+            return reference.windows(step, x.error, np.maximum, 0.0)
         count = math.prod(step.window)
-        squares = windows(step, np.square(x.error), np.add)
-        error = np.minimum(windows(step, x.error, np.add), 2.0 * np.sqrt(squares))
-        error += (self.arithmetic.sum_of(count) + 2.0 * self.arithmetic.roundoff) * windows(
-            step, np.abs(x.value), np.add
-        )
-        mean: Array = error / count
+
+        def total(values: Array) -> Array:
+            return reference.windows(step, values, np.add, 0.0)
+
+        error = np.minimum(total(x.error), 2.0 * np.sqrt(total(np.square(x.error))))
+        error += (self.arithmetic.sum_of(count) + 2.0 * self.arithmetic.roundoff) * total(np.abs(x.value))
+        mean: Array = error / reference.counts(step)
         return mean
 
     def reduce(self, step: Reduce, x: Bounded, y: Array) -> Array:

@@ -97,20 +97,19 @@ def conv3d(
     *,
     advance: Progress | None = None,
 ) -> NDArray[Any]:
-    """Ordinary convolution at stride 1 by its definition: ``y[o] = sum over k of weight[:, :, k] x[o + k*L - P]``.
+    """Ordinary convolution by its definition: ``y[o] = sum over k of weight[:, :, k] x[o*S + k*L - P]``.
 
     The arguments are those of :func:`conv_transpose3d`, but weight is ``(OC, IC/groups, KD, KH, KW)``.
     """
     geometry = step.geometry
-    # The geometry is that of the equal transposed convolution, whose padding is L*(K - 1) - P.
-    dilation = [axis.dilation for axis in geometry.axes]
-    padding = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes]
-    padded = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in padding)])
-    extents = geometry.output_shape[2:]
+    padded = np.pad(x, [(0, 0), (0, 0), *(axis.ordinary_padding for axis in geometry.axes)])
     out_group, in_group = geometry.out_channels // geometry.groups, geometry.in_channels // geometry.groups
     y = np.zeros((x.shape[0], *geometry.output_shape[1:]), x.dtype)
     for tap in np.ndindex(*weight.shape[2:]):
-        d, h, w = (slice(k * gap, k * gap + o) for k, gap, o in zip(tap, dilation, extents, strict=True))
+        d, h, w = (
+            slice(k * axis.dilation, k * axis.dilation + (axis.output - 1) * axis.step + 1, axis.step)
+            for k, axis in zip(tap, geometry.axes, strict=True)
+        )
         factors = weight[:, :, tap[0], tap[1], tap[2]]
         for group in range(geometry.groups):
             ins = slice(group * in_group, (group + 1) * in_group)
@@ -301,24 +300,48 @@ def softmax(step: Softmax, x: Array) -> Array:
     return result
 
 
-def windows(step: Pool, x: NDArray[Any], combine: np.ufunc) -> NDArray[Any]:
-    """Combine the elements of each window, one axis after another; what fills no window is left out."""
+def windows(step: Pool, x: NDArray[Any], combine: np.ufunc, outside: float = 0.0) -> NDArray[Any]:
+    """Combine the elements of each window, one axis after another; beyond the input there is ``outside``."""
     for axis, size in enumerate(step.window, start=2):
-        whole = step.shape[axis] * size
-        parts = [x[(slice(None),) * axis + (slice(tap, whole, size),)] for tap in range(size)]
+        stride, gap, (before, _) = step.stride[axis - 2], step.dilation[axis - 2], step.padding[axis - 2]
+        count, extent = step.shape[axis], x.shape[axis]
+        last = (count - 1) * stride + gap * (size - 1) + 1  # places that windows reach, from the first on
+        if before or last > extent + before:
+            around = [(0, 0)] * 5
+            around[axis] = (before, max(0, last - extent - before))
+            x = np.pad(x, around, constant_values=outside)
+        places = [slice(tap * gap, tap * gap + (count - 1) * stride + 1, stride) for tap in range(size)]
+        parts = [x[tuple([slice(None)] * axis + [place])] for place in places]
         x = parts[0]
         for part in parts[1:]:
             x = combine(x, part)
     return x
 
 
+def counts(step: Pool) -> Array:
+    """What a mean divides the sum of each window by, ``(1, 1, D, H, W)``."""
+    if step.divisor is not None:
+        return np.full((1, 1, 1, 1, 1), float(step.divisor))
+    result = np.ones((1, 1, 1, 1, 1))
+    for axis, size in enumerate(step.window, start=2):
+        extent, (before, after) = step.input_shape[axis], step.padding[axis - 2]
+        starts = np.arange(step.shape[axis]) * step.stride[axis - 2] - before
+        stops = starts + size
+        if step.count_padding:
+            stops = np.minimum(stops, extent + after)
+        else:
+            starts, stops = np.maximum(starts, 0), np.minimum(stops, extent)
+        result = result * np.float64(stops - starts).reshape([-1 if place == axis else 1 for place in range(5)])
+    return result
+
+
 def pool(step: Pool, x: Array) -> Array:
     """Maximum (NaN wins) or mean of each window."""
     match step.function:
         case "max":
-            return windows(step, x, np.maximum)
+            return windows(step, x, np.maximum, -np.inf)
         case "mean":
-            return windows(step, x, np.add) / math.prod(step.window)
+            return windows(step, x, np.add, 0.0) / counts(step)
     raise KeyError(step.function)
 
 

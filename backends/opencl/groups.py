@@ -226,6 +226,10 @@ def fold_of(pools: Sequence[Pool]) -> tuple[Fold, ReductionForm]:
     return Fold(pools[0].function, (d, h, w)), pools[0].form
 
 
+#: Why a pooling is no fold.
+WINDOWS = "its windows overlap, leave gaps or reach into padding"
+
+
 # ---- rules -------------------------------------------------------------------------------------------------
 class Rules:
     """What joins a convolution: nothing, where every result is computed by itself.
@@ -285,6 +289,8 @@ class LineRules(Rules):
 
     def pool(self, group: Group, step: Pool) -> str | None:
         """None when the pool folds into the lines."""
+        if not step.plain:
+            return WINDOWS
         if not step.form.plain or not combinable(step.form.monoid):
             return f"{step.op} is not a plain reduction"
         earlier = [part.step for part in group.parts if isinstance(part.step, Pool)]

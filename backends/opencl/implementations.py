@@ -11,13 +11,13 @@ import numpy as np
 
 from dispatcher.backends.opencl import lines, tiled
 from dispatcher.backends.opencl.grouped import Shared, lower_shared
-from dispatcher.backends.opencl.groups import Group, LineRules, Rules, Unfused, plan
+from dispatcher.backends.opencl.groups import WINDOWS, Group, LineRules, Rules, Unfused, plan
 from dispatcher.backends.opencl.lowered import Lowered
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.steps import lower_gather, lower_step
 from dispatcher.backends.opencl.target import Target
 from dispatcher.backends.opencl.tiles import Tile
-from dispatcher.ops.steps import Convolution
+from dispatcher.ops.steps import Convolution, Pool
 from dispatcher.problem.operator import Operator
 
 
@@ -43,7 +43,8 @@ class Task:
         group = self.group
         assert group.convolution is not None
         fold = None if group.fold is None else group.fold[0]
-        return lines.choose(group.convolution.geometry, fold, self.target, self.real, self.options)
+        geometry, whole_rows = group.convolution.geometry, group.gathers is not None
+        return lines.choose(geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
 
 
 class Implementation(Protocol):
@@ -143,8 +144,10 @@ class Grouped:
     def accepts(self, task: Task) -> str | None:
         if task.target.facts.cpu and task.options.algorithm != "tiled":
             return "a CPU's work-item does best with rows of its own"
-        reduces = task.group.parts and isinstance(task.group.parts[0].step, Shared)
-        return None if reduces else "not a reduction"
+        step = task.group.parts[0].step if task.group.parts else None
+        if isinstance(step, Pool) and not step.plain:
+            return WINDOWS
+        return None if isinstance(step, Shared) else "not a reduction"
 
     def estimate(self, task: Task) -> float:
         return _elements(task)

@@ -79,39 +79,55 @@ STREAM_INTERMEDIATE_BYTES = 48 << 20
 
 
 def ranked(
-    geometry: ConvGeometry, fold: Fold | None, facts: Facts, real: np.dtype[Any], options: Options, *, winograd: bool
+    geometry: ConvGeometry,
+    fold: Fold | None,
+    facts: Facts,
+    real: np.dtype[Any],
+    options: Options,
+    *,
+    winograd: bool,
+    whole_rows: bool = False,
 ) -> list[tuple[float, Tile]]:
     """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
     vec = facts.lanes(real)
     flat = None if options.line is None else options.line == "flat"
     rows = None if options.rows is None else int(options.rows)
-    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows)
+    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows, whole_rows)
     resources = Resources(device_class(facts.vec), vec, real.itemsize, facts.cache, facts.compute_units)
     return ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
 
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
+    if any(axis.step > 1 for axis in geometry.axes):
+        return "its windows lie more than one input apart"
     return axis_reason(geometry.depth) or axis_reason(geometry.height)
 
 
 def choose(
-    geometry: ConvGeometry, fold: Fold | None, target: Target, real: np.dtype[Any], options: Options
+    geometry: ConvGeometry,
+    fold: Fold | None,
+    target: Target,
+    real: np.dtype[Any],
+    options: Options,
+    *,
+    whole_rows: bool = False,
 ) -> tuple[Tile, str]:
     """The tile for a segment, and why its algorithm was chosen.
 
     Args:
         options: fix the algorithm (``winograd`` where it applies) or the tile; ``auto`` takes what was tuned on
             this device, else the algorithm with less estimated work.
+        whole_rows: each work item has to make whole rows, of which it gathers statistics.
     """
     facts = target.facts
     if replace(options, fusion=None) == Options():
         known = tuned.recall(target.identity, geometry, fold, real.name)
         if known is not None:
             winograd = known[0].algorithm == "winograd"
-            tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd)[0][1]
+            tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd, whole_rows=whole_rows)[0][1]
             return tile, known[1]
-    direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False)[0]
+    direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False, whole_rows=whole_rows)[0]
     if options.algorithm == "direct":
         return direct, "asked for"
     reason = no_transform(geometry)
@@ -189,7 +205,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     stream = math.prod(shape) * real.itemsize > stays
     kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
     text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
-    items = layout.boxes[0] * layout.boxes[1] * shape[0]
+    items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
     def pack(weight: np.ndarray) -> np.ndarray:
@@ -204,7 +220,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         "why": reason,
         "vector": tile.vec,
         "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
-        "box": f"{tile.box_d}x{tile.box_h}",
+        "box": f"{tile.box_d}x{tile.box_h}" + (f"x{tile.box_w}" if tile.box_w else ""),
         "line": "flat" if tile.flat else "rows",
         **({"rows": tile.rows} if tile.winograd else {}),
         "lanes_used": round(layout.lanes_used, 3),
@@ -275,6 +291,9 @@ def render(
         "STEP_D": layout.step_d,
         "BOXES_D": layout.boxes[0],
         "BOXES_H": layout.boxes[1],
+        "BOXES_W": layout.boxes[2],
+        "BOX_W": tile.box_w,
+        "LOW_W": layout.width_range[0],
         "IC": g.in_channels,
         "OC": g.out_channels,
         "GROUPS": g.groups,
@@ -283,6 +302,9 @@ def render(
         "ID": g.depth.input,
         "IH": g.height.input,
         "IW": g.width.input,
+        "APART_D": g.depth.step,
+        "APART_H": g.height.step,
+        "APART_W": width.step,
         "STRIDE_D": g.depth.stride,
         "STRIDE_H": g.height.stride,
         "STRIDE_W": g.width.stride,
@@ -353,12 +375,12 @@ def render(
         table(f"TAPS_{letter}", [len(phase.taps) for phase in axis.phases])
         for letter, axis in zip("DHW", g.axes, strict=True)
     )
-    low = [tuple(tap.offset for tap in phase.taps) for phase in width.phases]
+    offsets = [tuple(layout.width_offset(tap.offset) for tap in phase.taps) for phase in width.phases]
     tables_text = (
         taps
         + table("INPUT_D", layout.depth.rows)
         + table("INPUT_H", layout.height.rows)
-        + table("OFFSET_W", low)
+        + table("OFFSET_W", offsets)
         + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
@@ -394,7 +416,14 @@ def render(
 
 def _direct_tables(layout: LineLayout) -> str:
     slots = table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
-    return slots + table("PHASE_WEIGHTS", direct_starts(layout))
+    parts = layout.width_parts
+    return (
+        slots
+        + table("PHASE_WEIGHTS", direct_starts(layout))
+        + defines({"PARTS_W": len(parts)})
+        + table("PART_W", list(parts))
+        + table("PART_EXTENT", [extent for _, extent in parts.values()])
+    )
 
 
 def _sums(name: str, rows: Sequence[Row], source: str, target: str) -> str:

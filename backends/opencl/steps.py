@@ -150,24 +150,32 @@ def _pointwise(group: Group, real: str, vec: int, *, whole_rows: bool) -> StepSo
 def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     operands.gathers = group.gathers is not None
-    window = step.window
+    window, plain = step.window, step.plain
     tail = operands.tail(group.tail, Site("c", ROW, "OUT_W - w"))
+    padding = {
+        "STRIDE": step.stride,
+        "DILATION": step.dilation,
+        "BEFORE": [before for before, _ in step.padding],
+        "AFTER": [after for _, after in step.padding],
+    }
     values = {
         "CHANNELS": step.shape[1],
+        **{f"{name}_{axis}": each[i] for name, each in padding.items() for i, axis in enumerate("DHW") if not plain},
+        **({} if plain else {"COUNT_PADDING": int(step.count_padding), "DIVISOR": step.divisor or 0}),
         **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
         **dict(zip(("OUT_D", "OUT_H", "OUT_W"), step.shape[2:], strict=True)),
         **dict(zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), window, strict=True)),
-        **reduction_defines(step.form, f"{math.prod(window)}", "POOL"),
+        **reduction_defines(step.form, f"{math.prod(window)}" if plain else "places", "POOL"),
         "PARAMETERS": operands.parameters,
     }
     parts = (
         defines(values | statistics_defines(group)),
         section("row_statistics.cl"),
         tail_macro("TAIL", tail, "x"),
-        section("step_pool.cl"),
+        section("step_pool.cl" if plain else "step_windows.cl"),
     )
-    text = kernel_text(real, vec if window[2] <= VECTOR_WINDOW else 1, operands, *parts)
-    return StepSource("pool_step", text, operands, math.prod(step.shape[:4]))
+    text = kernel_text(real, vec if plain and window[2] <= VECTOR_WINDOW else 1, operands, *parts)
+    return StepSource("pool_step" if plain else "windows_step", text, operands, math.prod(step.shape[:4]))
 
 
 def _given(group: Group, real: str, vec: int) -> tuple[StepSource, tuple[Argument, ...]]:
@@ -341,6 +349,7 @@ def gather_source(step: Convolution, riders: Sequence[Pointwise], real: str) -> 
             f"O{letter}": axis.output,
             f"K{letter}": axis.kernel,
             f"STRIDE_{letter}": axis.stride,
+            f"STEP_{letter}": axis.step,
             f"PADDING_{letter}": axis.padding,
             f"DILATION_{letter}": axis.dilation,
         }

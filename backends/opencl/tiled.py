@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.opencl.groups import MOST_PHASES, Group, Part, Rules, channel_reason
+from dispatcher.backends.opencl.groups import MOST_PHASES, WINDOWS, Group, Part, Rules, channel_reason
 from dispatcher.backends.opencl.lowered import Lowered, Table, Value, Weights, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
     KernelOperands,
@@ -314,6 +314,8 @@ class TiledRules(Rules):
         self._limits, self._itemsize, self._refused = limits, itemsize, refused
 
     def opens(self, step: Convolution) -> str | None:
+        if any(axis.step > 1 for axis in step.geometry.axes):
+            return "its windows lie more than one input apart"
         fits = step not in self._refused and self._fits(Task(step.geometry, False, False, self._itemsize))
         return None if fits else "the device can launch no tile of the tiled kernel"
 
@@ -329,6 +331,8 @@ class TiledRules(Rules):
     def _pool(self, group: Group, step: Pool) -> str | None:
         assert group.convolution is not None
         stride = tuple(axis.stride for axis in group.convolution.geometry.axes)
+        if not step.plain:
+            return WINDOWS
         if not step.form.plain or not combinable(step.form.monoid):
             return f"{step.op} is not a plain reduction"
         if any(isinstance(part.step, Pool) for part in group.parts):

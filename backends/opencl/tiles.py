@@ -41,6 +41,7 @@ class Tile:
         flat: rows of a line follow each other without alignment.
         rows: rows along height that a Winograd transform F(rows, n) yields at once, 2 or 3; boxes hold multiples
             of it, and pairs along depth, where the transform is F(2, n). 1 stands for the direct core.
+        box_w: positions along width that a work item owns; 0 for all of them.
     """
 
     vec: int
@@ -50,6 +51,7 @@ class Tile:
     box_h: int
     flat: bool
     rows: int = 1
+    box_w: int = 0
 
     @property
     def winograd(self) -> bool:
@@ -62,7 +64,7 @@ class AxisTables:
     """Which input rows a box needs along one axis, and which of them each tap reads.
 
     Attributes:
-        rows: input index, relative to the box's first position, of each packed row.
+        rows: input index, relative to that of the box's first position, of each packed row.
         slots: for each phase and tap, the packed row that position 0 of the box reads; position b reads
             row ``slot + b``.
     """
@@ -71,14 +73,27 @@ class AxisTables:
     slots: tuple[tuple[int, ...], ...]
 
 
+def polyphase(axis: AxisGeometry) -> dict[int, list[int]]:
+    """The tap offsets as ``quotient * step + remainder``: the quotients by remainder, both in order.
+
+    Inputs of one remainder lie side by side for a tap that moves on by ``step`` from one position to the next.
+    """
+    parts: dict[int, set[int]] = {}
+    for offset in (tap.offset for phase in axis.phases for tap in phase.taps):
+        parts.setdefault(offset % axis.step, set()).add(offset // axis.step)
+    return {remainder: sorted(parts[remainder]) for remainder in sorted(parts)}
+
+
 def axis_tables(axis: AxisGeometry, box: int) -> AxisTables:
-    """The packed rows of a box of ``box`` positions.
+    """The packed rows of a box of ``box`` positions, those of one remainder together.
 
     With one position only the rows that some tap reads are packed, so that a large dilation costs nothing;
-    with more, rows are contiguous.
+    with more, rows of a remainder are contiguous.
     """
-    offsets = sorted({tap.offset for phase in axis.phases for tap in phase.taps})
-    rows = offsets if box == 1 else list(range(offsets[0], offsets[-1] + box))
+    rows: list[int] = []
+    for remainder, quotients in polyphase(axis).items():
+        packed = quotients if box == 1 else range(quotients[0], quotients[-1] + box)
+        rows += [quotient * axis.step + remainder for quotient in packed]
     slots = tuple(tuple(rows.index(tap.offset) for tap in phase.taps) for phase in axis.phases)
     return AxisTables(tuple(rows), slots)
 
@@ -112,6 +127,11 @@ class LineLayout:
         return (result[0], result[1], result[2])
 
     @property
+    def span(self) -> int:
+        """Positions along width of a work item."""
+        return self.tile.box_w or self.positions[2]
+
+    @property
     def lines_h(self) -> int:
         """Lines that a box's rows along height are dealt out to: those of a Winograd tile go to one each."""
         return self.tile.rows
@@ -135,15 +155,45 @@ class LineLayout:
         return axis_tables(self.geometry.height, self.tile.box_h)
 
     @cached_property
+    def width_parts(self) -> dict[int, tuple[int, int]]:
+        """By remainder along width: place of its packed rows among those of all remainders, and their extent.
+
+        A box of all positions packs the whole row, a smaller one what its taps reach, zeros outside included.
+        """
+        axis, (low, high) = self.geometry.width, self.width_range
+        return {
+            remainder: (
+                number,
+                self.span + high - low if self.tile.box_w else max(0, -(-(axis.input - remainder) // axis.step)),
+            )
+            for number, remainder in enumerate(polyphase(axis))
+        }
+
+    @cached_property
+    def width_range(self) -> tuple[int, int]:
+        """Smallest and largest distance of a tap along a packed row."""
+        quotients = [quotient for each in polyphase(self.geometry.width).values() for quotient in each]
+        return min(quotients), max(quotients)
+
+    def width_offset(self, offset: int) -> int:
+        """Where, from a position's place in the first packed row, the input at that tap offset along width is."""
+        quotient, remainder = divmod(offset, self.geometry.width.step)
+        quotient -= self.width_range[0] if self.tile.box_w else 0
+        return self.width_parts[remainder][0] * len(self.height.rows) * self.pitch + quotient
+
+    @cached_property
     def halo(self) -> tuple[int, int]:
-        """Zeros needed left and right of a row for the taps along width."""
-        low, high = self.geometry.width.offset_range
-        return max(0, -low), max(0, self.positions[2] + high - self.geometry.width.input)
+        """Zeros needed left and right of a packed row for the taps along width."""
+        if self.tile.box_w:
+            return 0, 0
+        low, high = self.width_range
+        shortest = min(extent for _, extent in self.width_parts.values())
+        return max(0, -low), max(0, self.positions[2] + high - shortest)
 
     @cached_property
     def pitch(self) -> int:
         """Distance between packed input rows: the row and the gap that serves both neighbours as halo."""
-        pitch = self.geometry.width.input + max(self.halo)
+        pitch = max(extent for _, extent in self.width_parts.values()) + max(self.halo)
         return pitch if self.tile.flat else round_up(pitch, self.tile.vec)
 
     @cached_property
@@ -152,7 +202,7 @@ class LineLayout:
         if self.tile.winograd:
             extent = (self.line_rows - 1) * self.pitch + self.edge
         else:
-            extent = len(self.height.rows) * self.pitch
+            extent = len(self.width_parts) * len(self.height.rows) * self.pitch
         if extent < 4 * self.tile.vec:
             return extent
         return (round_up(extent, 16) // 16 | 1) * 16
@@ -169,16 +219,16 @@ class LineLayout:
     @cached_property
     def row(self) -> int:
         """Distance between rows of a result line."""
-        return self.pitch if self.tile.flat else round_up(self.positions[2], self.tile.vec)
+        return self.pitch if self.tile.flat else round_up(self.span, self.tile.vec)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """The register tiles of one line, wide ones first."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
-            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.positions[2])]
+            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.span)]
         else:
-            spans = [(h * self.pitch, h * self.row, self.positions[2]) for h in range(self.line_rows)]
+            spans = [(h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
         chunks = []
         for x, line, extent in spans:
             vectors, done = -(-extent // vec), 0
@@ -197,7 +247,7 @@ class LineLayout:
     def lanes_used(self) -> float:
         """Share of computed lanes that are results."""
         computed = sum(chunk.width for chunk in self.chunks) * self.tile.vec
-        return self.line_rows * self.positions[2] / computed
+        return self.line_rows * self.span / computed
 
     @property
     def line_channels(self) -> int:
@@ -218,7 +268,7 @@ class LineLayout:
     @cached_property
     def over_read(self) -> int:
         """Slack behind packed lines that vector loads may touch."""
-        low, high = self.geometry.width.offset_range
+        low, high = self.width_range
         vectors = self.tile.vec * self.tile.thread_w
         return self.line + self.pitch + sum(self.halo) + vectors + max(0, high) - min(0, low)
 
@@ -300,9 +350,11 @@ class LineLayout:
         return round_up(self.fold_box[0] * channels * self.fold_planes * self.fold_line, 16)
 
     @property
-    def boxes(self) -> tuple[int, int]:
-        """Work items per image along depth and height."""
-        return (-(-self.positions[0] // self.tile.box_d), -(-self.positions[1] // self.tile.box_h))
+    def boxes(self) -> tuple[int, int, int]:
+        """Work items per image along depth, height and width."""
+        own = self.tile.box_d, self.tile.box_h, self.span
+        d, h, w = (-(-positions // box) for positions, box in zip(self.positions, own, strict=True))
+        return d, h, w
 
     @property
     def filled(self) -> float:
@@ -387,6 +439,8 @@ def device_class(vec: int) -> DeviceClass:
 
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
+#: How much longer packing takes where neighbours in a packed row are none in memory.
+STRIDED_COST = 4.0
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
 TRANSFORM_COST = 1.0
 
@@ -409,7 +463,8 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     if not tile.winograd:
         taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
         products = tile.box_d * line * group_ic * taps
-        packing = len(layout.depth.rows) * len(layout.height.rows) * g.in_channels * row_vectors
+        rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
+        packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
         return products + 2 * TRANSFORM_COST * packing
     products = transforms = 0.0
     for d in g.depth.phases:
@@ -417,10 +472,10 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
             parts_d, parts_h = len(d.taps) + 1, len(h.taps) + tile.rows - 1
             products += parts_d * parts_h * taps_w * line * group_ic
             # A component's row is a sum of about ``rows`` rows, and stored.
-            rows = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
+            component = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
             # Per depth component each result is a sum of about ``rows`` components, added to its line, 1.5 times.
             inverse = channels * g.width.stride * vectors * 1.5 * tile.rows**2
-            transforms += parts_d * (g.in_channels * rows * row_vectors + inverse)
+            transforms += parts_d * (g.in_channels * component * row_vectors + inverse)
     return layout.filled * tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
 
 
@@ -432,6 +487,7 @@ class Wanted:
     box: tuple[int, int] | None = None
     flat: bool | None = None
     rows: int | None = None
+    whole_rows: bool = False
 
 
 def imbalance(items: int, units: int) -> float:
@@ -500,6 +556,17 @@ class Resources:
     units: int
 
 
+#: Positions along width that a box may have where whole rows are too long for the cache, or too few to share.
+WIDTHS = (256, 512, 1024, 2048)
+
+
+def _widths(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
+    """What :attr:`Tile.box_w` is chosen from, by the layout of the smallest box of whole rows."""
+    short = smallest.core_size * resources.itemsize <= resources.cache_bytes
+    many = math.prod(smallest.boxes) * max(1, geometry.batch) >= 4 * resources.units
+    return (0,) if short and many else (0, *(width for width in WIDTHS if 2 * width <= smallest.positions[2]))
+
+
 def ranked_tiles(
     geometry: ConvGeometry, fold: Fold | None, resources: Resources, *, winograd: bool, wanted: Wanted = Wanted()
 ) -> list[tuple[float, Tile]]:
@@ -507,7 +574,7 @@ def ranked_tiles(
 
     Only boxes whose scratch fits the cache; the smallest box in any case, and a box that is asked for. Large
     boxes pack less input twice, but a small batch may then leave some of the compute units idle; the
-    time that they wait counts as work.
+    time that they wait counts as work. Boxes of parts of rows are left out with a fold and with Winograd's core.
 
     Raises:
         InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
@@ -532,19 +599,21 @@ def ranked_tiles(
         rows: device.tiles(rows, geometry.height.most_taps) if wanted.register_tile is None else (wanted.register_tile,)
         for rows in rows_choices
     }
+    widths: tuple[int, ...] = (0,)
+    if not (winograd or wanted.whole_rows or fold):
+        widths = _widths(geometry, LineLayout(geometry, fold, Tile(vec, *register_tiles[1][0], 1, 1, False)), resources)
     ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
-    for smallest, box, rows, (number, register_tile), flat in (
-        (*each, numbered, flat) for each in boxes for numbered in enumerate(register_tiles[each[2]]) for flat in forms
-    ):
-        tile = Tile(vec, *register_tile, *box, flat, rows)
-        layout = LineLayout(geometry, fold, tile)
-        size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
-        fits = size <= resources.cache_bytes
-        if fits or smallest:
-            items = layout.boxes[0] * layout.boxes[1]
-            cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
-            preference = (rows, flat, number, size)
-            ranked.append((cost if fits else 1.5 * cost, preference, tile))
+    for (smallest, box, rows), width, flat in product(boxes, widths, forms):
+        for number, register_tile in enumerate(register_tiles[rows]):
+            tile = Tile(vec, *register_tile, *box, flat, rows, width)
+            layout = LineLayout(geometry, fold, tile)
+            size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
+            fits = size <= resources.cache_bytes
+            if fits or smallest:
+                items = math.prod(layout.boxes)
+                cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
+                preference = (rows, flat, number, size)
+                ranked.append((cost if fits else 1.5 * cost, preference, tile))
     # Within the error of the estimates fewer rows at once win, which round less, then aligned rows, then the
     # class's order of register tiles, then the box that leaves most of the cache to the rest.
     near = NEARLY_EQUAL * min(cost for cost, _, _ in ranked)

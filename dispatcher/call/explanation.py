@@ -17,9 +17,6 @@ from dispatcher.problem.operator import Operator, operator_dict
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
 
-#: What of an axis a report has.
-_AXIS_KEYS = ("name", "input", "kernel", "stride", "padding", "output_padding", "dilation", "output")
-
 
 @dataclass(frozen=True)
 class PhaseGroup:
@@ -41,6 +38,26 @@ class PhaseGroup:
 
 
 @dataclass(frozen=True)
+class AxisPlan:
+    """One spatial axis of a convolution in the terms of the caller.
+
+    Attributes:
+        name: of the axis.
+        input: extent of the input, as ``kernel`` and ``output`` are of the others.
+        padding: a number, or zeros before and after the input where these differ.
+    """
+
+    name: str
+    input: int
+    kernel: int
+    stride: int
+    padding: int | tuple[int, int]
+    output_padding: int
+    dilation: int
+    output: int
+
+
+@dataclass(frozen=True)
 class ConvolutionPlan:
     """The geometry of one convolution.
 
@@ -49,8 +66,7 @@ class ConvolutionPlan:
         weight_shape: of the caller's tensor, ``(IC, OC/groups, KD, KH, KW)``; of an ordinary convolution
             ``(OC, IC/groups, KD, KH, KW)``.
         output_shape: ``(N, OC, OD, OH, OW)``.
-        axes: depth, height, width.
-        padding: along each of them, as the caller gives it.
+        axes: the spatial ones, such as depth, height, width.
         groups: independent groups of channels.
         flops: floating-point operations.
         phase_groups: its phases; empty ones are left out, and all of them when a stride is above
@@ -60,8 +76,7 @@ class ConvolutionPlan:
     input_shape: tuple[int, ...]
     weight_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
-    axes: tuple[AxisGeometry, AxisGeometry, AxisGeometry]
-    padding: tuple[int, ...]
+    axes: tuple[AxisPlan, ...]
     groups: int
     flops: int
     phase_groups: tuple[PhaseGroup, ...]
@@ -99,11 +114,11 @@ class Explanation:
 def explain_choice(operator: Operator, choice: Choice) -> Explanation:
     """The explanation of ``operator`` on the device that was chosen for it."""
     launches = () if choice.executable is None else tuple(choice.executable.launches)
-    plans = tuple(_convolution_plan(step) for step in operator.convolutions)
+    plans = tuple(_convolution_plan(step, operator.problem.rank) for step in operator.convolutions)
     return Explanation(operator, choice.device, choice.skipped, plans, launches)
 
 
-def _convolution_plan(step: Convolution) -> ConvolutionPlan:
+def _convolution_plan(step: Convolution, rank: int) -> ConvolutionPlan:
     geometry = step.geometry
     listed = all(axis.stride <= MAX_STRIDE for axis in geometry.axes)
     # Phases of an axis that have the same number of outputs and taps, and how many there are of each kind.
@@ -119,17 +134,27 @@ def _convolution_plan(step: Convolution) -> ConvolutionPlan:
         PhaseGroup(phases, taps, gemm_m, out_group, in_group * math.prod(taps))
         for (taps, gemm_m), phases in sorted(groups.items(), reverse=True)
     )
-    shapes = geometry.input_shape, step.weight.shape, geometry.output_shape
-    padding = tuple(axis.padding if step.transposed else axis.around for axis in geometry.axes)
-    return ConvolutionPlan(*shapes, geometry.axes, padding, geometry.groups, geometry.flops, phase_groups)
+    visible = (0, 1, *range(5 - rank, 5))
+    input_shape, weight_shape, output_shape = (
+        tuple(shape[axis] for axis in visible)
+        for shape in (geometry.input_shape, step.weight.shape, geometry.output_shape)
+    )
+    axes = tuple(_axis_plan(axis, step.transposed) for axis in geometry.axes[3 - rank :])
+    return ConvolutionPlan(input_shape, weight_shape, output_shape, axes, geometry.groups, geometry.flops, phase_groups)
+
+
+def _axis_plan(axis: AxisGeometry, transposed: bool) -> AxisPlan:
+    facts = axis.name, axis.input, axis.kernel
+    if transposed:
+        return AxisPlan(*facts, axis.stride, axis.padding, axis.output_padding, axis.dilation, axis.output)
+    before, after = axis.ordinary_padding
+    padding = before if before == after else (before, after)
+    return AxisPlan(*facts, axis.step, padding, 0, axis.dilation, axis.output)
 
 
 def _convolution_dict(plan: ConvolutionPlan) -> dict[str, Any]:
     return {
         **picked(plan, "input_shape", "weight_shape", "output_shape", "groups", "flops"),
-        "axes": [
-            {**picked(axis, *_AXIS_KEYS), "padding": padding}
-            for axis, padding in zip(plan.axes, plan.padding, strict=True)
-        ],
+        "axes": [vars(axis) for axis in plan.axes],
         "phase_groups": [picked(group, *vars(group)) for group in plan.phase_groups],
     }

@@ -161,8 +161,10 @@ class _Tally:
             self.worst_value, self.worst_reference = float(value[worst]), float(reference[worst])
             self.worst_bound = float(bound[worst])
 
-    def finish(self) -> Comparison:
-        """The comparison of all that was taken in."""
+    def finish(self, axes: Sequence[int] | None = None) -> Comparison:
+        """The comparison of all that was taken in; of the arrays' axes, the result has ``axes``."""
+        if axes is not None and self.worst_index is not None:
+            self.worst_index = tuple(self.worst_index[axis] for axis in axes)
         error = math.sqrt(self.error_squares)
         share = normwise_share(self.elements)
         allowed = share * math.sqrt(self.bound_squares) + math.sqrt(self.rounding_squares)
@@ -278,11 +280,11 @@ def bounded_reference(operator: Operator, tensors: Tensors, progress: Progress |
     Returns:
         Two float64 arrays of ``operator.output_shape``.
     """
-    reference = np.empty(operator.output_shape)
-    bound = np.empty(operator.output_shape)
+    reference, bound = np.empty(operator.output_shape), np.empty(operator.output_shape)
+    whole, whole_bound = operator.with_all_axes(reference), operator.with_all_axes(bound)
 
     def take(part: slice, values: Array, bounds: Array) -> None:
-        reference[part], bound[part] = values, bounds
+        whole[part], whole_bound[part] = values, bounds
 
     _each_part(operator, tensors, progress, take)
     return reference, bound
@@ -328,8 +330,16 @@ def verify_results(
         with lock:
             for tally, result, misfit, factor in zip(tallies, results, misfits, factors, strict=True):
                 if not misfit:
-                    tally.add(result[part], values, bounds if factor == 1.0 else factor * bounds, part.start)
+                    tally.add(
+                        operator.with_all_axes(result)[part],
+                        values,
+                        bounds if factor == 1.0 else factor * bounds,
+                        part.start,
+                    )
 
     if not all(misfits):
         _each_part(operator, tensors, progress, take)
-    return [refusal(misfit) if misfit else tally.finish() for misfit, tally in zip(misfits, tallies, strict=True)]
+    return [
+        refusal(misfit) if misfit else tally.finish(operator.axes)
+        for misfit, tally in zip(misfits, tallies, strict=True)
+    ]

@@ -444,7 +444,7 @@ def _check_all(
 def _reversed_batch(operator: Operator, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
     """The tensors with the batch in reverse order, or None where that does more than to reverse the result."""
     parameter, _ = batch_parameter(operator)
-    if not parameter or operator.output_shape[0] < 2:
+    if not parameter or operator.batch < 2:
         return None
     batched = batched_tensors(operator, parameter)
     turned = {name: np.ascontiguousarray(tensors[name][::-1]) for name in batched}

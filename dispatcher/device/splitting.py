@@ -49,17 +49,20 @@ def batch_parameter(operator: Operator) -> tuple[str, str]:
     problem = operator.problem
     if operator.mixes_batch:
         return "", "a step mixes batch items"
+    if operator.axes[:1] != (0,):
+        return "", "the result has no batch axis"
     source = next(tensor for tensor in problem.tensors if tensor.name == operator.source)
     name = str((source.shape or ("",))[0])
     if problem.parameter(name) is None:
         return "", f"the batch of {operator.source} is {name}, which is not a size parameter"
     for tensor in problem.tensors:
         extents = tensor.shape or ()
-        others = extents[1:] if len(extents) == 5 and str(extents[0]) == name else extents
+        others = extents[1:] if len(extents) == problem.rank + 2 and str(extents[0]) == name else extents
         if any(name in extent.names for extent in others):
             return "", f"{name} is more than the batch of tensor {tensor.name}"
     for spec in problem.pipeline:
-        if any(name in expression.names for expression in _expressions(tuple(spec.fields.values()))):
+        named = [value for value in spec.fields.values() if value == name]  # an axis' number
+        if named or any(name in expression.names for expression in _expressions(tuple(spec.fields.values()))):
             return "", f"{name} is a number that {spec.op} uses"
     return name, ""
 
@@ -105,7 +108,7 @@ def compile_within_memory(
             return backend.compile(operator, device, options)
         except DeviceMemoryError as error:
             failure = error
-    batch = operator.output_shape[0]
+    batch = operator.batch
     parameter, reason = batch_parameter(operator)
     parts = max(2, least_parts)
     while parameter and parts <= 2 * batch - 1:
@@ -131,7 +134,7 @@ def _equal_parts(
     backend: Backend, operator: Operator, device: Device, options: Mapping[str, Any], parameter: str, size: int
 ) -> list[Part]:
     """Parts of ``size`` batch items, the last one perhaps smaller; equal ones share an executable."""
-    batch = operator.output_shape[0]
+    batch = operator.batch
     executables: dict[int, Executable] = {}
     parts = []
     for start in range(0, batch, size):
@@ -296,7 +299,7 @@ class JoinedBackend:
     def compile(self, operator: Operator, device: Device, options: Mapping[str, Any]) -> PartwiseExecutable:
         """Compile each member's share for it."""
         members = _members(device)
-        batch = operator.output_shape[0]
+        batch = operator.batch
         parameter, _ = batch_parameter(operator)
         counts = shares(batch, [speed(member) for member in members])
         parts, start = [], 0

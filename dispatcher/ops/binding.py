@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from dispatcher.errors import GeometryError
 from dispatcher.ops.forms import PointwiseForm, ReductionForm
-from dispatcher.ops.geometry import SPATIAL_AXES, AxisGeometry, ConvGeometry
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 from dispatcher.ops.steps import (
-    AXES,
+    SPATIAL_NAMES,
     Convolution,
     Normalize,
     Operand,
@@ -23,20 +23,21 @@ from dispatcher.ops.steps import (
     Step,
     TensorOperand,
     ValueOperand,
-    resolve_axes,
+    axis_names,
 )
 
-FieldKind = Literal["triple", "size", "operand", "tensor", "scalar", "axes"]
+FieldKind = Literal["each", "padding", "size", "flag", "operand", "tensor", "scalar", "axes"]
 
 
 @dataclass(frozen=True)
 class Field:
     """One key that a step takes in a problem file.
 
-    Kinds: ``triple`` an integer expression, or a list of three (depth, height, width); ``size`` an integer
-    expression; ``scalar`` a number or the name of a ``double`` parameter; ``tensor`` the name of a tensor
-    parameter; ``operand`` a scalar, a tensor, or the name of an earlier step's result; ``axes`` an axis name
-    or a list of them.
+    Kinds: ``each`` an integer expression, or a list of one for each spatial axis; ``padding`` the same, or a list of
+    pairs (before, after), or ``same``; ``size`` an integer expression; ``flag`` true or false; ``scalar`` a number or
+    the name of a ``double`` parameter; ``tensor`` the name of a tensor parameter; ``operand`` a scalar, a tensor, or
+    the name of an earlier step's result; ``axes`` an axis name, a list of them, or the name of a size parameter that
+    holds an axis' number.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Field:
     default: Any = None
     infinite: bool = False  # a scalar that may be plus or minus infinity
     least: float | None = None
+    same: bool = False  # padding that may be ``same``
 
 
 @dataclass
@@ -55,11 +57,13 @@ class Bound:
     Attributes:
         vocabulary: every operation by name.
         values: shape of each value so far; value 0 is the pipeline's input.
+        rank: spatial axes of the problem.
         steps: that make the others.
     """
 
     vocabulary: Mapping[str, Operation]
     values: list[Shape]
+    rank: int = 3
     steps: list[Step] = field(default_factory=list)
 
 
@@ -70,13 +74,17 @@ class Binding:
         op: name of the operation, or ``name.part`` of a part of another one.
         position: its 1-based place in the pipeline, for messages.
         source: index of the value it reads.
-        fields: field name to resolved value: triples and sizes are integers, operands are :data:`Operand`.
+        fields: field name to resolved value: sizes are integers, operands are :data:`Operand`.
         pipeline: to which its steps are appended.
+
+    Attributes:
+        dropped: axes that the result no longer has; builders add to them.
     """
 
     def __init__(self, op: str, position: int, source: int, fields: Mapping[str, Any], pipeline: Bound) -> None:
         self.op, self.position, self.source = op, position, source
         self.fields, self.pipeline = fields, pipeline
+        self.dropped: set[int] = set()
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -89,6 +97,12 @@ class Binding:
     def fail(self, message: str) -> GeometryError:
         """An error that names this step."""
         return GeometryError(f"step {self.position} ({self.op.partition('.')[0]}): {message}")
+
+    @property
+    def spatial(self) -> list[tuple[int, str]]:
+        """The spatial axes, counted from 0 for depth, with their names; those that the problem lacks come first."""
+        names = SPATIAL_NAMES[self.pipeline.rank]
+        return list(enumerate(("depth", "height", "width")[: 3 - len(names)] + names))
 
     def base(self, shape: Sequence[int]) -> dict[str, Any]:
         """The keyword arguments that every bound step takes."""
@@ -119,7 +133,8 @@ class Binding:
         unknown = sorted(set(fields) - set(names))
         if unknown:
             raise TypeError(f"{op} takes no {unknown[0]}; expected {', '.join(names) or 'nothing'}")
-        resolved = {each.name: fields.get(each.name, default_of(each)) for each in operation.fields}
+        rank = self.pipeline.rank
+        resolved = {each.name: fields.get(each.name, default_of(each, rank)) for each in operation.fields}
         place = self.source if source is None else source.value
         operation.build(Binding(f"{self.op}.{op}", self.position, place, resolved, self.pipeline))
         return ValueOperand(len(self.pipeline.values) - 1, self.pipeline.values[-1])
@@ -138,16 +153,18 @@ class Binding:
         return replace(operand, shape=(1, channels, 1, 1, 1))
 
 
-def default_of(key: Field) -> Any:
-    """The default of a field as a resolved value."""
+def default_of(key: Field, rank: int) -> Any:
+    """The default of a field as a resolved value, in problems with ``rank`` spatial axes."""
     match key.kind, key.default:
         case _, None:
             return None
         case "axes", name:
-            return resolve_axes(name)
-        case "triple", number:
+            return axis_names(rank)[name]
+        case "each", number:
             return (number,) * 3
-        case "size" | "tensor", value:
+        case "padding", number:
+            return ((number, number),) * 3
+        case "size" | "tensor" | "flag", value:
             return value
         case _, number:
             return ScalarOperand(float(number))
@@ -156,40 +173,59 @@ def default_of(key: Field) -> Any:
 #: Which axes an operation works over.
 AXIS = Field("axis", "axes", "axes to work over", default="channel")
 
+#: Which axes of the step's input a tensor's own axes are, where these are not the last ones.
+ALONG = Field("along", "axes", "the axes that a tensor of fewer axes has; the last ones by default")
+KEEPDIM = Field("keepdim", "flag", "whether the axes stay, with extent 1", default=True)
+
 #: Appends the steps of an operation to the pipeline that is being bound.
 Builder = Callable[[Binding], object]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An entry of the table: the fields it takes, how it is bound to sizes, and what it means, for people."""
+    """An entry of the table.
+
+    Attributes:
+        fields: that it takes.
+        build: binds it to sizes.
+        meaning: for people.
+        rank: the number of spatial axes of the problems that may have it; None for any.
+    """
 
     fields: tuple[Field, ...]
     build: Builder
     meaning: str
+    rank: int | None = None
+
+
+def of_each_rank(name: str, operation: Operation) -> dict[str, Operation]:
+    """An operation for problems of any rank, and under the names that say their rank."""
+    ranked = {f"{name}{rank}d": replace(operation, rank=rank) for rank in SPATIAL_NAMES}
+    return {name: operation, **ranked}
 
 
 # ---- steps that are classes of their own -------------------------------------------------------------------
+def _layout(binding: Binding, first: str, second: str) -> str:
+    letters = ", ".join(f"kernel_{name[0]}" for name in SPATIAL_NAMES[binding.pipeline.rank])
+    return f"(the layout is {first}, {second}, {letters})"
+
+
 def build_conv_transpose(binding: Binding) -> None:
     weight: TensorOperand = binding["weight"]
     channels = binding.input_shape[1]
     if weight.shape[0] != channels:
         raise binding.fail(
-            f"weight {weight.name} has shape {weight.shape}; its first extent must be the input's "
-            f"{channels} channels "
-            "(the layout is in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)"
+            f"weight {weight.name} has shape {weight.shape}; its first extent must be the input's {channels} channels "
+            + _layout(binding, "in_channels", "out_channels/groups")
         )
     axes = [
         AxisGeometry(
             name,
             binding.input_shape[2 + i],
             weight.shape[2 + i],
-            binding["stride"][i],
-            binding["padding"][i],
-            binding["output_padding"][i],
-            binding["dilation"][i],
+            *(binding[key][i] for key in ("stride", "padding", "output_padding", "dilation")),
         )
-        for i, name in enumerate(SPATIAL_AXES)
+        for i, name in binding.spatial
     ]
     _convolution(binding, weight.shape[1] * binding["groups"], axes)
 
@@ -201,16 +237,23 @@ def build_conv(binding: Binding) -> None:
     if weight.shape[1] * groups != channels:
         raise binding.fail(
             f"weight {weight.name} has shape {weight.shape} with {groups} groups; its second extent times groups must "
-            f"be the input's {channels} channels "
-            "(the layout is out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)"
+            f"be the input's {channels} channels " + _layout(binding, "out_channels", "in_channels/groups")
         )
-    axes = [
-        AxisGeometry.ordinary(
-            name, binding.input_shape[2 + i], weight.shape[2 + i], binding["padding"][i], binding["dilation"][i]
-        )
-        for i, name in enumerate(SPATIAL_AXES)
-    ]
+    axes = []
+    for i, name in binding.spatial:
+        extent, kernel, stride = binding.input_shape[2 + i], weight.shape[2 + i], binding["stride"][i]
+        padding, dilation = binding["padding"], binding["dilation"][i]
+        pair = same_padding(extent, kernel, stride, dilation) if padding == "same" else padding[i]
+        axes.append(AxisGeometry.ordinary(name, extent, kernel, stride, pair, dilation))
     _convolution(binding, weight.shape[0], axes, transposed=False)
+
+
+def same_padding(extent: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
+    """Zeros before and after an axis with which there are ``ceil(extent / stride)`` outputs, one more after if odd."""
+    if min(stride, dilation) < 1:
+        return 0, 0  # which the geometry refuses
+    total = max(0, (-(-extent // stride) - 1) * stride + dilation * (kernel - 1) + 1 - extent)
+    return total // 2, total - total // 2
 
 
 def _convolution(binding: Binding, out_channels: int, axes: Sequence[AxisGeometry], *, transposed: bool = True) -> None:
@@ -226,6 +269,15 @@ def _convolution(binding: Binding, out_channels: int, axes: Sequence[AxisGeometr
             transposed=transposed,
         )
     )
+
+
+def squeeze(binding: Binding) -> None:
+    """Drop axes of extent 1 from the result; nothing is computed."""
+    long = [axis for axis in binding["axis"] if binding.input_shape[axis] != 1]
+    if long:
+        name = next(name for name, axes in axis_names(binding.pipeline.rank).items() if axes == (long[0],))
+        raise binding.fail(f"axis {name} has extent {binding.input_shape[long[0]]}; expected 1")
+    binding.dropped.update(binding["axis"])
 
 
 def normalize(binding: Binding, axes: tuple[int, ...], groups: int = 1) -> None:
@@ -247,16 +299,46 @@ def normalize(binding: Binding, axes: tuple[int, ...], groups: int = 1) -> None:
 def pool(form: ReductionForm) -> Builder:
     def build(binding: Binding) -> None:
         window = binding["window"]
-        extents = binding.input_shape[2:]
-        for name, size, extent in zip(SPATIAL_AXES, window, extents, strict=True):
-            if size < 1:
-                raise binding.fail(f"window on axis {name} is {size}; it must be 1 or more")
-            if size > extent:
+        stride = binding["stride"] or window
+        padding, dilation = binding["padding"], binding.fields.get("dilation", (1, 1, 1))
+        divisor = binding.fields.get("divisor")
+        pooled, pairs = [], []
+        for i, name in binding.spatial:
+            extent, (before, after), reach = binding.input_shape[2 + i], padding[i], dilation[i] * (window[i] - 1) + 1
+            for key, value in (("window", window[i]), ("stride", stride[i]), ("dilation", dilation[i])):
+                if value < 1:
+                    raise binding.fail(f"{key} on axis {name} is {value}; it must be 1 or more")
+            if 2 * max(before, after) > reach:
                 raise binding.fail(
-                    f"window on axis {name} is {size}, larger than its input ({extent}); the output would be empty"
+                    f"padding on axis {name} is {max(before, after)}; it must be at most half the window ({reach})"
                 )
-        pooled = [extent // size for size, extent in zip(window, extents, strict=True)]
-        binding.append(Pool(**binding.base((*binding.input_shape[:2], *pooled)), form=form, window=window))
+            if reach > extent + before + after:
+                raise binding.fail(
+                    f"window on axis {name} is {reach}, larger than its input ({extent + before + after}); the output "
+                    "would be empty"
+                )
+            left = extent + before + after - reach
+            count = left // stride[i] + 1
+            if binding["ceil_mode"] and left % stride[i] and count * stride[i] < extent + before:
+                count += 1  # one more, which begins inside the input or its padding before it
+            pooled.append(count)
+            pairs.append((before, after))
+        if divisor is not None and divisor < 1:
+            raise binding.fail(f"divisor is {divisor}; it must be 1 or more")
+        counted = binding.fields.get("count_include_pad", True)
+        shape = (*binding.input_shape[:2], *pooled)
+        binding.append(
+            Pool(
+                **binding.base(shape),
+                form=form,
+                window=window,
+                stride=stride,
+                padding=tuple(pairs),
+                dilation=dilation,
+                count_padding=counted,
+                divisor=divisor,
+            )
+        )
 
     return build
 
@@ -272,7 +354,7 @@ def pointwise(form: PointwiseForm, meaning: str, *fields: Field) -> Operation:
             if not isinstance(operand, ScalarOperand):
                 for axis, (extent, wanted) in enumerate(zip(operand.shape, binding.input_shape, strict=True)):
                     if extent not in (1, wanted):
-                        axis_name = list(AXES)[axis]
+                        axis_name = next(k for k, v in axis_names(binding.pipeline.rank).items() if v == (axis,))
                         raise binding.fail(
                             f"{each.name} has extent {extent} on axis {axis_name}; "
                             f"expected 1 or {wanted}, to broadcast to {binding.input_shape}"
@@ -280,7 +362,8 @@ def pointwise(form: PointwiseForm, meaning: str, *fields: Field) -> Operation:
             operands.append(operand)
         binding.append(Pointwise(**binding.base(binding.input_shape), form=form, arguments=tuple(operands)))
 
-    return Operation(fields, build, meaning)
+    along = (ALONG,) if any(each.kind == "operand" for each in fields) else ()
+    return Operation((*fields, *along), build, meaning)
 
 
 def reduction(form: ReductionForm, meaning: str) -> Operation:
@@ -290,5 +373,7 @@ def reduction(form: ReductionForm, meaning: str) -> Operation:
         axes = binding["axis"]
         shape = [1 if axis in axes else extent for axis, extent in enumerate(binding.input_shape)]
         binding.append(Reduce(**binding.base(shape), form=form, axes=axes))
+        if not binding["keepdim"]:
+            binding.dropped.update(axes)
 
-    return Operation((AXIS,), build, meaning)
+    return Operation((AXIS, KEEPDIM), build, meaning)

@@ -2,7 +2,8 @@
 
 A windowed contraction makes each output from a window of inputs: over the output's phases, over the taps of a phase,
 and over the input channels. Its weights have one order, ``(IC, OC/groups, KD, KH, KW)`` with the taps of a transposed
-convolution. An ordinary convolution at stride 1 is one, with a view of the user's weights (:func:`contraction_view`).
+convolution. An ordinary convolution is one, with a view of the user's weights (:func:`contraction_view`); its stride is
+the contraction's ``step``, from one output's window to the next one's.
 
 Notation, per spatial axis: input extent ``I``, kernel ``K``, stride ``S``, padding ``P``, output padding
 ``A``, dilation ``L``. Input voxel ``i`` and tap ``k`` meet at output position ``o = i*S - P + k*L``, hence
@@ -25,8 +26,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dispatcher.errors import GeometryError
-
-SPATIAL_AXES = ("depth", "height", "width")
 
 #: The largest stride and kernel on an axis. It has a phase for each residue modulo its stride and a tap for
 #: each element of its kernel, and there are tables of both.
@@ -52,7 +51,11 @@ class AxisPhase:
 
 @dataclass(frozen=True)
 class AxisGeometry:
-    """One spatial axis of a transposed convolution.
+    """One spatial axis of a transposed convolution; see :meth:`ordinary` for the other kind.
+
+    Attributes:
+        step: inputs from the window of one output to that of the next; above 1 in ordinary convolutions alone, whose
+            stride it is. Output ``o`` and tap ``k`` meet at input ``i``, ``i*stride = o*step + padding - k*dilation``.
 
     Raises:
         GeometryError: an extent is out of range or the output extent is not positive.
@@ -65,18 +68,10 @@ class AxisGeometry:
     padding: int = 0
     output_padding: int = 0
     dilation: int = 1
+    step: int = 1
 
     def __post_init__(self) -> None:
-        for field, least in (("input", 1), ("kernel", 1), ("stride", 1), ("dilation", 1), ("padding", 0)):
-            value = getattr(self, field)
-            if value < least:
-                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {least} or more")
-        for field, most in (("stride", MAX_PHASES), ("kernel", MAX_TAPS)):
-            value = getattr(self, field)
-            if value > most:
-                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {most} or less")
-        if self.output_padding < 0:
-            raise GeometryError(f"output_padding on axis {self.name} is {self.output_padding}; it must be 0 or more")
+        self._check(("input", 1), ("kernel", 1), ("stride", 1), ("dilation", 1), ("padding", 0), ("output_padding", 0))
         if self.output_padding >= max(self.stride, self.dilation):
             raise GeometryError(
                 f"output_padding on axis {self.name} is {self.output_padding}; it must be smaller than "
@@ -89,41 +84,53 @@ class AxisGeometry:
                 f"output_padding {self.output_padding}, dilation {self.dilation})"
             )
 
-    @classmethod
-    def ordinary(cls, name: str, extent: int, kernel: int, padding: int, dilation: int) -> AxisGeometry:
-        """The axis of an ordinary convolution at stride 1, ``o = i + padding - k*dilation``, as a transposed one.
+    def _check(self, *least: tuple[str, int]) -> None:
+        """Check that fields are no smaller than that, and that stride and kernel are not too large."""
+        for field, limit in least:
+            value = getattr(self, field)
+            if value < limit:
+                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {limit} or more")
+        for field, most in (("stride", MAX_PHASES), ("kernel", MAX_TAPS)):
+            value = getattr(self, field)
+            if value > most:
+                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {most} or less")
 
-        With its taps in reverse order, tap ``k`` of the kernel is tap ``kernel - 1 - k`` of a transposed convolution
-        whose padding is ``dilation*(kernel - 1) - padding``: both read input ``o + k*dilation - padding``.
+    @staticmethod
+    def ordinary(
+        name: str, extent: int, kernel: int, stride: int = 1, padding: tuple[int, int] = (0, 0), dilation: int = 1
+    ) -> AxisGeometry:
+        """The axis of an ordinary convolution, whose tap ``k`` reads input ``o*stride - padding[0] + k*dilation``.
+
+        With its taps in reverse order it is the axis of a transposed convolution of stride 1 that makes every
+        ``stride``-th output only, with padding ``dilation*(kernel - 1) - padding[0]``, which may be negative.
+
+        Args:
+            name: of the axis.
+            extent: of the input.
+            kernel: taps.
+            stride: inputs from one window to the next.
+            padding: zeros before and after the input.
+            dilation: inputs from one tap to the next.
 
         Raises:
-            GeometryError: the padding is larger than ``dilation*(kernel - 1)``, or an extent is out of range.
+            GeometryError: an extent is out of range or the output extent is not positive.
         """
-        reach = dilation * (kernel - 1)
-        if padding > reach >= 0:
-            raise GeometryError(
-                f"padding on axis {name} is {padding}; it must be {reach} or less, dilation * (kernel - 1), so that "
-                "no output is made of padding alone"
-            )
-        if padding < 0:
-            raise GeometryError(f"padding on axis {name} is {padding}; it must be 0 or more")
-        return cls(name, extent, kernel, padding=reach - padding, dilation=dilation)
+        before, after = padding
+        return _OrdinaryAxis(
+            name, extent, kernel, 1, dilation * (kernel - 1) - before, after - before, dilation, step=stride
+        )
 
     @property
-    def around(self) -> int:
-        """Padding of the ordinary convolution that this axis is at stride 1; see :meth:`ordinary`."""
-        return self.dilation * (self.kernel - 1) - self.padding
+    def ordinary_padding(self) -> tuple[int, int]:
+        """Zeros before and after the input of the ordinary convolution that this axis is; see :meth:`ordinary`."""
+        before = self.dilation * (self.kernel - 1) - self.padding
+        return before, before + self.output_padding
 
     @property
     def output(self) -> int:
         """Output extent."""
-        return (
-            (self.input - 1) * self.stride
-            - 2 * self.padding
-            + self.dilation * (self.kernel - 1)
-            + self.output_padding
-            + 1
-        )
+        reach = (self.input - 1) * self.stride + self.dilation * (self.kernel - 1)
+        return (reach - 2 * self.padding + self.output_padding) // self.step + 1
 
     @cached_property
     def phases(self) -> tuple[AxisPhase, ...]:
@@ -157,6 +164,24 @@ class AxisGeometry:
         """Smallest and largest tap offset over all phases."""
         offsets = [tap.offset for taps in self._taps.values() for tap in taps]
         return min(offsets), max(offsets)
+
+
+class _OrdinaryAxis(AxisGeometry):
+    """An axis that :meth:`AxisGeometry.ordinary` makes; its messages speak of the ordinary convolution."""
+
+    def __post_init__(self) -> None:
+        before, after = self.ordinary_padding
+        facts = f"kernel {self.kernel}, stride {self.step}, padding {before} and {after}, dilation {self.dilation}"
+        for field, value in (("stride", self.step), ("padding", min(before, after))):
+            least = 1 if field == "stride" else 0
+            if value < least:
+                raise GeometryError(f"{field} on axis {self.name} is {value}; it must be {least} or more")
+        self._check(("input", 1), ("kernel", 1), ("dilation", 1))
+        if self.output < 1:
+            raise GeometryError(
+                f"the output size on axis {self.name} is {self.output}; it must be 1 or more "
+                f"(input {self.input}, {facts})"
+            )
 
 
 def contraction_view(weight: NDArray[Any], groups: int) -> NDArray[Any]:
@@ -237,7 +262,10 @@ class ConvGeometry:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: each input voxel meets every tap once, one multiply and one add."""
+        """Floating-point operations, one multiply and one add a product: each input voxel meets every tap once; of an
+        ordinary convolution, each output voxel does."""
+        if isinstance(self.depth, _OrdinaryAxis):
+            return 2 * math.prod(self.output_shape) * (self.in_channels // self.groups) * self.kernel_volume
         return 2 * math.prod(self.input_shape) * (self.out_channels // self.groups) * self.kernel_volume
 
     @property

@@ -1,7 +1,8 @@
 """Bound steps: what a pipeline is made of once every size is known.
 
 Every value in a pipeline has five axes: batch, channel, depth, height, width (``N C D H W``); a reduction
-keeps its axis with extent 1. A problem file names operations of the vocabulary
+keeps its axis with extent 1, and so does a problem of rank 1 or 2 with the spatial axes that it lacks. A problem file
+names operations of the vocabulary
 (:data:`dispatcher.ops.vocabulary.VOCABULARY`); binding one to sizes gives one or several of the frozen classes
 below. Backends realise the classes; what a :class:`Pointwise`, :class:`Pool` or :class:`Reduce` computes is in its
 ``form``, as C text.
@@ -9,6 +10,7 @@ below. Backends realise the classes; what a :class:`Pointwise`, :class:`Pool` or
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,14 +24,34 @@ from dispatcher.ops.forms import PointwiseForm, ReductionForm
 from dispatcher.ops.geometry import ConvGeometry, contraction_view
 
 Shape = tuple[int, int, int, int, int]
-AXES: dict[str, tuple[int, ...]] = {
-    "batch": (0,),
-    "channel": (1,),
-    "depth": (2,),
-    "height": (3,),
-    "width": (4,),
-    "spatial": (2, 3, 4),
-}
+#: Names of the spatial axes by rank, the last of which are always the last ones of a value.
+SPATIAL_NAMES: dict[int, tuple[str, ...]] = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+RANKS = tuple(SPATIAL_NAMES)
+
+
+def axis_names(rank: int) -> dict[str, tuple[int, ...]]:
+    """The names of axes in problems with ``rank`` spatial axes, and the axes of a value that each stands for."""
+    spatial = SPATIAL_NAMES[rank]
+    single = {name: (5 - rank + place,) for place, name in enumerate(spatial)}
+    return {"batch": (0,), "channel": (1,), **single, "spatial": tuple(range(5 - rank, 5))}
+
+
+#: Those of three spatial axes.
+AXES = axis_names(3)
+
+
+def five_axes(shape: Sequence[int], axes: Sequence[int]) -> Shape:
+    """``shape``, whose last extents are those of the last ones out of ``axes``, with ones on all other axes.
+
+    Raises:
+        InputError: it has more extents than there are axes.
+    """
+    if len(shape) > len(axes):
+        raise InputError(f"it has shape {tuple(shape)}; expected {len(axes)} axes at most")
+    result = [1, 1, 1, 1, 1]
+    for axis, extent in zip(axes[len(axes) - len(shape) :], shape, strict=True):
+        result[axis] = extent
+    return (result[0], result[1], result[2], result[3], result[4])
 
 
 # ---- operands: what a step combines its input with ---------------------------------------------------------
@@ -42,7 +64,7 @@ class ScalarOperand:
 
 @dataclass(frozen=True)
 class TensorOperand:
-    """A tensor parameter. ``shape`` is its shape, padded with leading ones to five axes."""
+    """A tensor parameter. ``shape`` is its shape, with ones on those of five axes that it lacks."""
 
     name: str
     shape: Shape
@@ -166,10 +188,39 @@ class Softmax(Step):
 
 @dataclass(frozen=True)
 class Pool(Step):
-    """A reduction of windows along depth, height, width: stride = window, no padding, floor mode."""
+    """A reduction of windows along depth, height, width.
+
+    Place ``o`` of an axis takes in inputs ``o*stride - padding[0] + k*dilation`` for ``0 <= k < window``, as far as
+    there are any: a maximum knows no others, a mean divides by all places that lie in the padded input, or where
+    ``count_padding`` is False, by those that lie in the input itself; or by ``divisor``.
+
+    Attributes:
+        form: what is made of a window.
+        window: extents.
+        stride: of the windows; ``window`` where they neither overlap nor leave gaps.
+        padding: places before and after the input that windows may reach into.
+        dilation: from one tap of a window to the next.
+        count_padding: whether a mean counts padding as zeros.
+        divisor: what a mean divides by instead, or None.
+    """
 
     form: ReductionForm
     window: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    padding: tuple[tuple[int, int], ...] = ((0, 0),) * 3
+    dilation: tuple[int, int, int] = (1, 1, 1)
+    count_padding: bool = True
+    divisor: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether windows share the input out: they lie side by side, each a block that is averaged as a whole."""
+        inside = all(
+            count * size <= extent
+            for count, size, extent in zip(self.shape[2:], self.window, self.input_shape[2:], strict=True)
+        )
+        unpadded = inside and not any(itertools.chain(*self.padding)) and self.divisor is None
+        return unpadded and self.stride == self.window and self.dilation == (1, 1, 1)
 
     @property
     def function(self) -> str:
@@ -188,16 +239,3 @@ class Reduce(Step):
     def function(self) -> str:
         """Name of the form."""
         return self.form.name
-
-
-def resolve_axes(value: str | Sequence[str]) -> tuple[int, ...]:
-    """Axis numbers of an axis name or a list of names.
-
-    Raises:
-        InputError: a name is unknown, or the list is empty.
-    """
-    names = [value] if isinstance(value, str) else list(value)
-    unknown = [name for name in names if name not in AXES]
-    if unknown or not names:
-        raise InputError(f"axis is {value!r}; expected names out of {', '.join(AXES)}")
-    return tuple(sorted({axis for name in names for axis in AXES[name]}))

@@ -11,6 +11,7 @@ operation that others make up is a builder that appends their steps (:meth:`Bind
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,9 +23,11 @@ from dispatcher.ops.binding import (
     build_conv,
     build_conv_transpose,
     normalize,
+    of_each_rank,
     pointwise,
     pool,
     reduction,
+    squeeze,
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
 from dispatcher.ops.steps import AXES, Softmax
@@ -49,9 +52,20 @@ def build_rms_norm(binding: Binding) -> None:
 
 _EPS = Field("eps", "scalar", "added to the variance", default=1e-5, least=0.0)
 _AFFINE = (Field("weight", "tensor", "one factor a channel"), Field("bias", "tensor", "one term a channel"))
-_WINDOW = Field("window", "triple", "extent of the window, and its stride", required=True)
+_WINDOWS = (
+    Field("window", "each", "extent of the window", required=True),
+    Field("stride", "each", "from one window to the next; the window's extent by default"),
+    Field("padding", "padding", "places around the input that windows may reach into", default=0),
+    Field("dilation", "each", "spacing of a window's places", default=1),
+    Field("ceil_mode", "flag", "whether a window may reach beyond the end", default=False),
+)
+_MEAN_WINDOWS = (
+    *(field for field in _WINDOWS if field.name != "dilation"),
+    Field("count_include_pad", "flag", "whether padding counts, as zeros", default=True),
+    Field("divisor", "size", "what to divide the sum by instead of the number of places"),
+)
 _CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
-_DILATION = Field("dilation", "triple", "spacing of the taps", default=1)
+_DILATION = Field("dilation", "each", "spacing of the taps", default=1)
 _GROUPS = Field("groups", "size", "independent channel groups", default=1)
 
 CLAMP = PointwiseForm(
@@ -69,29 +83,36 @@ MAXIMUM = ReductionForm("max", MAX, torch="torch.amax", onnx="ReduceMax")
 MEAN = ReductionForm("mean", SUM, finish="t * share", torch="torch.mean", onnx="ReduceMean")
 
 VOCABULARY: dict[str, Operation] = {
-    "conv_transpose3d": Operation(
-        (
-            Field("weight", "tensor", "(in_channels, out_channels/groups, kernel_d, kernel_h, kernel_w)", True),
-            _CHANNEL_BIAS,
-            Field("stride", "triple", "stride of the output", default=1),
-            Field("padding", "triple", "outputs cut from both ends", default=0),
-            Field("output_padding", "triple", "outputs added at the far end", default=0),
-            _DILATION,
-            _GROUPS,
+    **of_each_rank(
+        "conv",
+        Operation(
+            (
+                Field("weight", "tensor", "(out_channels, in_channels/groups, kernel extents)", True),
+                _CHANNEL_BIAS,
+                Field("stride", "each", "from one window to the next", default=1),
+                Field("padding", "padding", "zeros around the input", default=0, same=True),
+                _DILATION,
+                _GROUPS,
+            ),
+            build_conv,
+            "convolution; its kernel is not flipped",
         ),
-        build_conv_transpose,
-        "transposed 3-D convolution",
     ),
-    "conv3d": Operation(
-        (
-            Field("weight", "tensor", "(out_channels, in_channels/groups, kernel_d, kernel_h, kernel_w)", True),
-            _CHANNEL_BIAS,
-            Field("padding", "triple", "zeros around the input, at most dilation * (kernel - 1)", default=0),
-            _DILATION,
-            _GROUPS,
+    **of_each_rank(
+        "conv_transpose",
+        Operation(
+            (
+                Field("weight", "tensor", "(in_channels, out_channels/groups, kernel extents)", True),
+                _CHANNEL_BIAS,
+                Field("stride", "each", "stride of the output", default=1),
+                Field("padding", "each", "outputs cut from both ends", default=0),
+                Field("output_padding", "each", "outputs added at the far end", default=0),
+                _DILATION,
+                _GROUPS,
+            ),
+            build_conv_transpose,
+            "transposed convolution",
         ),
-        build_conv,
-        "3-D convolution with stride 1",
     ),
     # -- combining with an operand
     "add": pointwise(
@@ -298,8 +319,11 @@ VOCABULARY: dict[str, Operation] = {
     ),
     "log_softmax": Operation((AXIS,), build_log_softmax, "logarithm of the softmax over the named axes taken together"),
     # -- pools and reductions
-    "avg_pool3d": Operation((_WINDOW,), pool(MEAN), "mean of each window"),
-    "max_pool3d": Operation((_WINDOW,), pool(MAXIMUM), "maximum of each window; NaN wins"),
+    **of_each_rank("avg_pool", Operation(_MEAN_WINDOWS, pool(MEAN), "mean of each window")),
+    **of_each_rank("max_pool", Operation(_WINDOWS, pool(MAXIMUM), "maximum of each window; NaN wins")),
+    "squeeze": Operation(
+        (replace(AXIS, required=True, default=None),), squeeze, "drop axes of extent 1; nothing is computed"
+    ),
     "sum": reduction(ReductionForm("sum", SUM, torch="torch.sum", onnx="ReduceSum"), "sum over the named axes"),
     "mean": reduction(MEAN, "mean over the named axes"),
     "max": reduction(MAXIMUM, "maximum over the named axes; NaN wins"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import DtypeError, GeometryError, InputError, one_of, suggest
+from dispatcher.ops.steps import SPATIAL_NAMES
 from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
 from dispatcher.problem.messages import brief
@@ -54,23 +55,24 @@ class Arguments:
 
 
 # ---- step 1: roles -----------------------------------------------------------------------------------------
-def shorthands(problem: Problem) -> dict[str, tuple[str, str, str]]:
-    """Names that stand for three size parameters: ``stride`` for ``stride_d``, ``stride_h``, ``stride_w``.
+def shorthands(problem: Problem) -> dict[str, tuple[str, ...]]:
+    """Names that stand for a size of each spatial axis: ``stride`` for ``stride_d``, ``stride_h`` and ``stride_w``.
 
     A shorthand never hides a parameter: where a parameter has that name already (and always for the kernel),
     the shorthand ends in ``_size``.
     """
     sizes = {parameter.name for parameter in problem.sizes}
     taken = {parameter.name for parameter in problem.parameters}
+    ends = [f"_{name[0]}" for name in SPATIAL_NAMES[problem.rank]]
     result = {}
     for parameter in problem.sizes:
-        stem = parameter.name.removesuffix("_d")
-        triple = (f"{stem}_d", f"{stem}_h", f"{stem}_w")
-        if stem == parameter.name or not sizes.issuperset(triple):
+        stem = parameter.name.removesuffix(ends[0])
+        each = tuple(stem + end for end in ends)
+        if stem == parameter.name or not sizes.issuperset(each):
             continue
         name = f"{stem}_size" if stem == "kernel" or stem in taken else stem
         if name not in taken:
-            result[name] = triple
+            result[name] = each
     return result
 
 
@@ -103,7 +105,7 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
             continue
         parameter = problem.parameter(name)
         if parameter is None and name in triples:
-            for long_name, part in zip(triples[name], triple_values(name, value, triples[name]), strict=True):
+            for long_name, part in zip(triples[name], axis_values(name, value, triples[name]), strict=True):
                 set_size(long_name, name, part)
         elif parameter is None:
             raise _unknown_argument(problem, triples, name)
@@ -124,21 +126,20 @@ def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> In
     return InputError(f"{problem.name} has no parameter {brief(name)}{wanted}")
 
 
-def triple_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, int, int]:
-    """Three sizes from one whole number, or from a sequence of three.
+def axis_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, ...]:
+    """A size for each spatial axis, from one whole number or from a sequence.
 
     Raises:
         InputError: another count, or a value that is not a size.
     """
     value = unwrapped(value)
     if not isinstance(value, list | tuple):
-        size = size_value(name, value)
-        return size, size, size
-    if len(value) != 3:
-        wanted = f"expected one value, or three for {', '.join(long_names)}"
+        return (size_value(name, value),) * len(long_names)
+    if len(value) != len(long_names):
+        count = ("one", "two", "three")[len(long_names) - 1]
+        wanted = f"expected one value, or {count} for {', '.join(long_names)}"
         raise InputError(f"{name} has {len(value)} values, {brief(value)}; {wanted}")
-    d, h, w = (size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
-    return d, h, w
+    return tuple(size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
 
 
 # ---- step 2: the operator ----------------------------------------------------------------------------------
@@ -421,7 +422,7 @@ def parse_assignments(problem: Problem, assignments: Iterable[str], option: str)
         else:
             values = [_number(option, name, part, int) for part in text.split(",")]
             value = values[0] if len(values) == 1 else tuple(values)
-            triple_values(f"{option} {name}", value, triples[name])
+            axis_values(f"{option} {name}", value, triples[name])
             result[name] = value
     return result
 

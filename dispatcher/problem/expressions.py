@@ -4,10 +4,10 @@ The grammar is small on purpose, so that nothing but arithmetic can be written:
 
     sum     = product (("+" | "-") product)*
     product = factor (("*" | "/" | "//") factor)*
-    factor  = "-" factor | "(" sum ")" | "ceil" "(" sum ")" | NAME | DIGITS
+    factor  = "-" factor | "(" sum ")" | ("ceil" | "floor") "(" sum ")" | NAME | DIGITS
 
 ``/`` and ``//`` are the same operator: a division that must come out even. A size is never rounded silently;
-``ceil(a / b)`` rounds a division up, and holds nothing else.
+``ceil(a / b)`` rounds a division up, ``floor(a / b)`` down, and each holds nothing else.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ MAX_NESTING = 20  # parentheses and minus signs around a name
 MAX_VALUE = 2**63 - 1  # the largest magnitude that any part may have: what fits a signed 64-bit index
 _MAX_DIGITS = len(str(MAX_VALUE))
 
+_ROUNDED = ("ceil", "floor")  # divisions that need not come out even
 _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>\d+)(?!\w)|(?P<sign>//|[-+*/()]))", re.ASCII)
 
 
 @dataclass(frozen=True)
 class _Binary:
-    """``left sign right``; ``sign`` is one of ``+ - * /``, or ``ceil`` for a division that rounds up."""
+    """``left sign right``; ``sign`` is one of ``+ - * /``, or ``ceil`` or ``floor`` for a division that rounds."""
 
     sign: str
     left: _Node
@@ -180,11 +181,11 @@ class _Parser:
 
     def factor(self) -> _Node:
         token = self.take()
-        if token == "ceil" and self.peek() == "(":
+        if token in _ROUNDED and self.peek() == "(":
             divided = self.factor()
             if not isinstance(divided, _Binary) or divided.sign != "/":
-                raise self.fail("ceil holds something else than a division; expected ceil(a / b)")
-            return _Binary("ceil", divided.left, divided.right)
+                raise self.fail(f"{token} holds something else than a division; expected {token}(a / b)")
+            return _Binary(token, divided.left, divided.right)
         if token in ("-", "("):
             self.nesting += 1
             if self.nesting > MAX_NESTING:
@@ -214,8 +215,8 @@ def _render(node: _Node, nested: bool = False) -> str:
     """A node as text, for messages."""
     if not isinstance(node, _Binary):
         return str(node)
-    if node.sign == "ceil":
-        return f"ceil({_render(node.left, True)} / {_render(node.right, True)})"
+    if node.sign in _ROUNDED:
+        return f"{node.sign}({_render(node.left, True)} / {_render(node.right, True)})"
     text = f"{_render(node.left, True)} {node.sign} {_render(node.right, True)}"
     return f"({text})" if nested else text
 
@@ -244,9 +245,9 @@ def _evaluate(node: _Node, sizes: Mapping[str, int]) -> int:
         case _:
             if right == 0:
                 raise InputError(f"{_render(node)}: {left} cannot be divided by 0; change the divisor")
-            if left % right and node.sign != "ceil":
+            if left % right and node.sign not in _ROUNDED:
                 raise InputError(f"{_render(node)}: {left} is not divisible by {right}; change one of them")
-            value = -(-left // right)
+            value = left // right if node.sign == "floor" else -(-left // right)
     return _limited(value, _render(node))
 
 
@@ -262,7 +263,7 @@ def _invert(sign: str, on_left: bool, other: int, target: int) -> int | None:
     match sign:
         case "+":
             return target - other
-        case "ceil":
+        case "ceil" | "floor":
             return None
         case "-":
             return target + other if on_left else other - target

@@ -43,6 +43,7 @@ class Parameter:
         shape: a tensor's extents as expressions over the size parameters; None for the output tensor,
             whose shape follows from the pipeline, and for numbers.
         default: a number's value where a user gives none; None when it must be given or inferred.
+        unused: True for a number that is a part of the signature and read by nothing.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Parameter:
     const: bool = False
     shape: tuple[Expression, ...] | None = None
     default: Number | None = None
+    unused: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class StepSpec:
         source: name of the value it reads: None for the previous step's result (for the first step: the
             problem's first tensor), else a tensor parameter's name or an earlier step's ``result``.
         result: the name it gives to its value, or None.
-        fields: key to value: ``triple`` a tuple of three Expressions, ``size`` an Expression, ``scalar`` a
-            float or a parameter's name, ``tensor`` a parameter's name, ``operand`` a float or a name,
-            ``axes`` a tuple of axis numbers. Only the keys that the file gives.
+        fields: key to value: ``each`` a tuple of Expressions, one a spatial axis, ``padding`` the same, or pairs of
+            them, or ``same``, ``size`` an Expression, ``flag`` a bool, ``scalar`` a float or a parameter's name,
+            ``tensor`` a parameter's name, ``operand`` a float or a name, ``axes`` a tuple of axis numbers or a size
+            parameter's name. Only the keys that the file gives.
     """
 
     op: str
@@ -85,6 +88,8 @@ class Problem:
         cases: case name to values of size and double parameters.
         tolerance: factor on the error bound that verification computes; 1.0 unless the file says otherwise.
         path: the file it was read from, or None.
+        rank: spatial axes of its values.
+        note: a line on what to know about it, for people.
     """
 
     name: str
@@ -95,6 +100,8 @@ class Problem:
     cases: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     tolerance: float = 1.0
     path: Path | None = None
+    rank: int = 3
+    note: str = ""
 
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name, or None."""

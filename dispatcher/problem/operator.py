@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dispatcher.errors import DtypeError, InputError, one_of
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
@@ -22,6 +23,8 @@ from dispatcher.ops.steps import (
     Step,
     TensorOperand,
     ValueOperand,
+    axis_names,
+    five_axes,
 )
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.messages import brief, picked
@@ -47,6 +50,7 @@ class Operator:
         steps: the bound pipeline.
         source: name of the tensor that is value 0.
         tensor_shapes: shape of each input tensor as the caller passes it.
+        axes: those of the last step's value that the result has, out of five.
     """
 
     problem: Problem
@@ -57,16 +61,26 @@ class Operator:
     steps: tuple[Step, ...]
     source: str
     tensor_shapes: Mapping[str, tuple[int, ...]]
+    axes: tuple[int, ...] = (0, 1, 2, 3, 4)
 
     @property
-    def output_shape(self) -> Shape:
-        """``(N, C, D, H, W)`` of the result."""
-        return self.steps[-1].shape
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the result as the caller gets it: the axes that the problem has, without those that it drops."""
+        return tuple(self.steps[-1].shape[axis] for axis in self.axes)
+
+    def with_all_axes(self, result: NDArray[Any]) -> NDArray[Any]:
+        """A view of an array of :attr:`output_shape` that has all five axes, those of the last step's value."""
+        return np.expand_dims(result, [axis for axis in range(5) if axis not in self.axes])
+
+    @property
+    def batch(self) -> int:
+        """Batch items of the pipeline's input."""
+        return self.steps[0].input_shape[0]
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable identity: equal keys mean that one compiled program serves both operators."""
-        return (self.steps, self.source, tuple(self.tensor_shapes.items()), self.dtype, self.precision)
+        return (self.steps, self.source, tuple(self.tensor_shapes.items()), self.axes, self.dtype, self.precision)
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
@@ -145,31 +159,44 @@ def bind(
             if extent < 0:
                 raise InputError(f"tensor {tensor.name}: extent {expression} is {extent}; it must be 0 or more")
     source = problem.pipeline[0].source or problem.tensors[0].name
-    if len(shapes[source]) != 5:
-        raise InputError(
-            f"tensor {source} has shape {shapes[source]}; the pipeline's input must have five axes (N, C, D, H, W)"
-        )
-    binder = _Binder(sizes, scalars, shapes, source)
+    binder = _Binder(problem.rank, sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
     steps = tuple(binder.pipeline.steps)
-    return Operator(problem, Frozen(sizes), Frozen(scalars), dtype, precision, steps, source, Frozen(shapes))
+    if not steps:
+        raise InputError(f"{problem.name} computes nothing; add a step that does")
+    sizes, scalars, axes = Frozen(sizes), Frozen(scalars), binder.latest.axes
+    return Operator(problem, sizes, scalars, dtype, precision, steps, source, Frozen(shapes), axes)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A value that steps may read: its index, and the axes that it has out of five."""
+
+    value: int
+    axes: tuple[int, ...]
 
 
 class _Binder:
     """Binds operations one after another; knows the shapes and names of the values made so far."""
 
     def __init__(
-        self, sizes: Mapping[str, int], scalars: Mapping[str, float], shapes: Mapping[str, tuple[int, ...]], source: str
+        self,
+        rank: int,
+        sizes: Mapping[str, int],
+        scalars: Mapping[str, float],
+        shapes: Mapping[str, tuple[int, ...]],
+        source: str,
     ) -> None:
         self.sizes, self.scalars, self.shapes = sizes, scalars, shapes
-        first = shapes[source]
-        self.pipeline = Bound(VOCABULARY, [(first[0], first[1], first[2], first[3], first[4])])
-        self.names: dict[str, int] = {source: 0}
+        self.axes = (0, 1, *axis_names(rank)["spatial"])  # of the problem's values, before any is dropped
+        self.pipeline = Bound(VOCABULARY, [self.five_axes(f"the pipeline's input {source}", source, self.axes)], rank)
+        self.latest = _Named(0, self.axes)
+        self.names: dict[str, _Named] = {source: self.latest}
 
     def add(self, position: int, spec: StepSpec) -> None:
-        kind = VOCABULARY[spec.op]
-        source = len(self.pipeline.values) - 1
+        operation = VOCABULARY[spec.op]
+        source = self.latest
         if spec.source is not None:
             if spec.source not in self.names:
                 raise InputError(
@@ -177,46 +204,70 @@ class _Binder:
                     f"earlier step's result ({', '.join(self.names)})"
                 )
             source = self.names[spec.source]
+        # A tensor operand's own axes are the last ones of the step's input, unless the step says which.
+        along = spec.fields.get("along", source.axes)
+        where = f"step {position} ({spec.op})"
         fields = {
-            field.name: self.resolve(position, spec.op, field, spec.fields[field.name])
-            if field.name in spec.fields
-            else default_of(field)
-            for field in kind.fields
+            field.name: default_of(field, self.pipeline.rank)
+            if field.name not in spec.fields
+            else self.resolve(f"{where}: {field.name}", field, spec.fields[field.name], source, along)
+            for field in operation.fields
         }
-        kind.build(Binding(spec.op, position, source, fields, self.pipeline))
+        made = len(self.pipeline.values)
+        binding = Binding(spec.op, position, source.value, fields, self.pipeline)
+        operation.build(binding)
+        value = source.value if len(self.pipeline.values) == made else len(self.pipeline.values) - 1
+        self.latest = _Named(value, tuple(axis for axis in source.axes if axis not in binding.dropped))
         if spec.result is not None:
-            self.names[spec.result] = len(self.pipeline.values) - 1
+            self.names[spec.result] = self.latest
 
-    def resolve(self, position: int, op: str, field: Field, value: Any) -> Any:
-        where = f"step {position} ({op}): {field.name}"
+    def resolve(self, where: str, field: Field, value: Any, source: _Named, along: Sequence[int]) -> Any:
+        """The value of a field of a step that reads ``source``; a tensor operand has the last axes out of ``along``."""
         match field.kind:
-            case "triple":
-                return tuple(part.evaluate(self.sizes) for part in value)
+            case "each" | "padding" if isinstance(value, tuple):
+                neutral = field.default if field.default is not None else 1
+                lacking = (neutral,) * (3 - len(value))
+                each = (*lacking, *(self.number(part) for part in value))
+                return each if field.kind == "each" else tuple(n if isinstance(n, tuple) else (n, n) for n in each)
             case "size":
                 return value.evaluate(self.sizes)
-            case "axes":
-                return value
+            case "axes" if isinstance(value, str):
+                number = self.sizes[value]
+                if number >= len(source.axes):
+                    last = len(source.axes) - 1
+                    raise InputError(f"{value} ({where}) is {number}; expected an axis from 0 to {last}")
+                return (source.axes[number],)
             case "tensor":
-                return self.tensor(where, value)
-            case _:
-                return self.operand(where, field, value)
+                return self.tensor(where, value, self.axes)
+            case "operand" | "scalar":
+                return self.operand(where, field, value, source, along)
+        return value
 
-    def tensor(self, where: str, name: str) -> TensorOperand:
-        shape = self.shapes[name]
-        if len(shape) > 5:
-            raise InputError(f"{where} is tensor {name} of shape {shape}; expected five axes at most")
-        padded = (1,) * (5 - len(shape)) + shape
-        return TensorOperand(name, (padded[0], padded[1], padded[2], padded[3], padded[4]))
+    def number(self, part: Any) -> Any:
+        """What an expression, or each of a pair of them, is."""
+        if isinstance(part, tuple):
+            return tuple(each.evaluate(self.sizes) for each in part)
+        return part.evaluate(self.sizes)
 
-    def operand(self, where: str, field: Field, value: float | str) -> Operand:
+    def five_axes(self, where: str, name: str, axes: Sequence[int]) -> Shape:
+        try:
+            return five_axes(self.shapes[name], axes)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+    def tensor(self, where: str, name: str, axes: Sequence[int]) -> TensorOperand:
+        return TensorOperand(name, self.five_axes(f"{where} is tensor {name}", name, axes))
+
+    def operand(self, where: str, field: Field, value: float | str, source: _Named, along: Sequence[int]) -> Operand:
         if isinstance(value, str):
-            if value in self.names and self.names[value] > 0:
-                index = self.names[value]
-                return ValueOperand(index, self.pipeline.values[index])
-            if value in self.names and value not in self.scalars:
-                return ValueOperand(0, self.pipeline.values[0])
+            named = self.names.get(value)
+            if named is not None and (named.value > 0 or value not in self.scalars):
+                if named.axes != source.axes:
+                    got = f"{where} is {value}, and only one of it and the step's input has all axes"
+                    raise InputError(f"{got}; keep them with keepdim: true")
+                return ValueOperand(named.value, self.pipeline.values[named.value])
             if value in self.shapes:
-                return self.tensor(where, value)
+                return self.tensor(where, value, along)
             number = self.scalars[value]
             where = f"{value} ({where})"
         else:

@@ -12,14 +12,14 @@ from typing import Any, Literal, cast, get_args
 
 from dispatcher.errors import InputError, ProblemFileError, suggest
 from dispatcher.ops.binding import Field
-from dispatcher.ops.steps import AXES, resolve_axes
+from dispatcher.ops.steps import RANKS, SPATIAL_NAMES, axis_names
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
 from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
 from dispatcher.problem.values import NOT_NUMBERS, unwrapped
-from dispatcher.problem.yamlfile import Locate
+from dispatcher.problem.yamlfile import Locate, plain_value
 
 #: Arguments of all public functions that take a problem's parameters too.
 INTERFACE_NAMES = frozenset(
@@ -29,15 +29,16 @@ INTERFACE_NAMES = frozenset(
         *("seed", "seeds", "self", "time_limit_s", "timeout_s", "trace", "warmup"),
     )
 )
-#: Short-hands for three sizes.
-SHORTHAND_NAMES = frozenset(("dilation", "kernel_size", "output_padding", "padding", "stride"))
-#: Names that no parameter may have. ``output`` is the result's alone, and ``kernel`` a tensor's, which functions that
-#: take a kernel's file do not take.
-RESERVED_NAMES = INTERFACE_NAMES | SHORTHAND_NAMES
 
 _MAX_TEXT = 500  # characters of a title or an origin
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # names of problems and cases
+#: A parameter in one line: its type, and the default where there is one.
+_COMPACT = re.compile(r"(?P<unused>unused\s+)?(?P<type>size_t|double)(\s*=\s*(?P<default>[-+.\w]+))?")
+_COMPACT_WANTED = (
+    "'output', a list of extents, 'size_t', 'double', one of these with a default ('size_t = 1'), "
+    "or 'unused size_t' for one that nothing reads"
+)
 
 ParameterType = Literal["tensor", "size_t", "double"]
 
@@ -48,6 +49,8 @@ class _ProblemReader:
     def __init__(self, path: Path | None, locate: Locate | None) -> None:
         self.path, self.locate = path, locate
         self.parameters: dict[str, Parameter] = {}
+        self.implied: dict[str, None] | None = None  # sizes that shapes name without a declaration, where they may
+        self.rank = 3
         self.input_name = ""  # the tensor that the first step reads
         self.results: dict[str, int] = {}  # name of a step's result to the step's index
         self.used: set[str] = set()  # parameters that a shape or a step uses
@@ -147,14 +150,25 @@ class _ProblemReader:
         return [p.name for p in self.parameters.values() if p.type == kind and (p.const or kind != "tensor")]
 
     def read_parameters(self, raw: Any) -> None:
-        entries = self.entries(("parameters",), raw, "parameters")
-        mappings = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "size_t"]
+        places: list[tuple[KeyPath, Any]]
+        if isinstance(raw, Mapping):
+            self.implied = {}
+            places = [(("parameters", name), self.spelled_out(("parameters", name), name, raw[name])) for name in raw]
+        else:
+            entries = self.entries(("parameters",), raw, "parameters")
+            places = [(("parameters", index), entry) for index, entry in enumerate(entries)]
+        mappings = [entry for _, entry in places if isinstance(entry, Mapping) and entry.get("type") == "size_t"]
         sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
-        for index, entry in enumerate(entries):
-            parameter = self.parameter(("parameters", index), entry, sizes)
+        for keys, entry in places:
+            parameter = self.parameter(keys, entry, sizes)
             if parameter.name in self.parameters:
-                raise self.fail(("parameters", index, "name"), f"{parameter.name!r} is declared twice; rename one")
+                raise self.fail((*keys, "name"), f"{parameter.name!r} is declared twice; rename one")
             self.parameters[parameter.name] = parameter
+        for name in self.implied or ():
+            if name in self.parameters:
+                raise self.fail(("parameters", name), f"{name} is an extent of a shape; expected 'size_t'")
+            self.parameters[name] = Parameter(self.identifier(("parameters",), name), "size_t")
+        self.implied = None
         outputs = [p.name for p in self.parameters.values() if p.type == "tensor" and not p.const]
         if len(outputs) != 1:
             got = name_list(outputs)
@@ -162,14 +176,28 @@ class _ProblemReader:
         if not self.named("tensor"):
             raise self.fail(("parameters",), "there is no input tensor (const: true); expected at least one")
 
+    def spelled_out(self, keys: KeyPath, name: Any, value: Any) -> dict[str, Any]:
+        """The long form of a parameter that is written in one line."""
+        if isinstance(value, list | tuple):
+            return {"name": name, "type": "tensor", "const": True, "shape": value}
+        if value == "output":
+            return {"name": name, "type": "tensor", "const": False}
+        match = _COMPACT.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            raise self.unexpected(keys, value, _COMPACT_WANTED)
+        entry: dict[str, Any] = {"name": name, "type": match["type"]}
+        if match["default"] is not None:
+            entry["default"] = plain_value(match["default"])
+        return entry | ({"unused": True} if match["unused"] else {})
+
     def parameter(self, keys: KeyPath, entry: Any, sizes: Collection[str]) -> Parameter:
         if not isinstance(entry, Mapping):
             raise self.unexpected(keys, entry, "a mapping with name and type")
-        self.check_keys(keys, entry, ("name", "type", "const", "shape", "default"), ("name", "type"))
+        self.check_keys(keys, entry, ("name", "type", "const", "shape", "default", "unused"), ("name", "type"))
         name = self.identifier((*keys, "name"), entry["name"])
         kind = cast(ParameterType, self.choice((*keys, "type"), entry["type"], get_args(ParameterType)))
         is_tensor = kind == "tensor"
-        for key in ("default",) if is_tensor else ("const", "shape"):
+        for key in ("default", "unused") if is_tensor else ("const", "shape"):
             if key in entry:
                 raise self.fail((*keys, key), f"{name} is a {kind}, which takes no {key!r}; remove it")
         const = entry.get("const", False)
@@ -177,7 +205,7 @@ class _ProblemReader:
             got = f"got {self.kind(const)}; " if "const" in entry else ""
             raise self.fail((*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor")
         is_output = is_tensor and not const
-        if name in RESERVED_NAMES or (name, is_output) == ("output", False) or (name, is_tensor) == ("kernel", False):
+        if name in INTERFACE_NAMES or (name, is_output) == ("output", False) or (name, is_tensor) == ("kernel", False):
             raise self.fail((*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name")
         shape = None
         if const:
@@ -190,7 +218,8 @@ class _ProblemReader:
         if "default" in entry:
             read = self.integer if kind == "size_t" else self.number
             default = read((*keys, "default"), entry["default"])
-        return Parameter(name, kind, const, shape, default)
+        unused = self.flag((*keys, "unused"), entry.get("unused", False))
+        return Parameter(name, kind, const, shape, default, unused)
 
     def shape(self, keys: KeyPath, value: Any, sizes: Collection[str]) -> tuple[Expression, ...]:
         extents = self.entries(keys, value, "extents")
@@ -207,13 +236,38 @@ class _ProblemReader:
         except InputError as error:
             raise self.fail(keys, str(error)) from None
         for name in sorted(expression.names):
-            if name not in sizes:
+            if name not in sizes and self.implied is not None:
+                self.implied[name] = None
+            elif name not in sizes:
                 wanted = f"expected an expression over {name_list(sizes)}{suggest(name, sizes)}"
                 raise self.fail(keys, f"{name!r} is not a size_t parameter; {wanted}")
         self.used |= expression.names
         return expression
 
     # -- pipeline
+    def read_rank(self, mapping: Mapping[str, Any]) -> None:
+        """The number of spatial axes: what the file says, else what the pipeline's input has besides two others."""
+        pipeline = mapping["pipeline"]
+        first = pipeline[0] if isinstance(pipeline, list | tuple) and pipeline else None
+        place: KeyPath = ("pipeline", 0)
+        name = self.named("tensor")[0]
+        if isinstance(first, Mapping) and "from" in first:
+            place = ("pipeline", 0, "from")
+            name = self.choice(place, first["from"], self.named("tensor"))
+        count = len(self.parameters[name].shape or ())
+        got = f"the pipeline's input {name} has {count} axes"
+        if "rank" in mapping:
+            self.rank = self.integer(("rank",), mapping["rank"], 1)
+            if self.rank not in RANKS:
+                raise self.unexpected(("rank",), self.rank, "a number of spatial axes from 1 to 3")
+            if count > self.rank + 2:
+                raise self.fail(place, f"{got}; expected {self.rank + 2} at most")
+            return
+        if count - 2 not in RANKS:
+            wanted = "expected batch, channel and 1 to 3 spatial axes, or the key 'rank' for fewer axes"
+            raise self.fail(place, f"{got}; {wanted}")
+        self.rank = count - 2
+
     def read_pipeline(self, raw: Any) -> tuple[StepSpec, ...]:
         entries = self.entries(("pipeline",), raw, "steps")
         steps = tuple(self.step(("pipeline", index), index, entry) for index, entry in enumerate(entries))
@@ -222,11 +276,15 @@ class _ProblemReader:
                 raise self.fail(
                     ("pipeline", index), f"no later step reads the result of {step.op}; remove it or use it"
                 )
-        for name, parameter in self.parameters.items():
-            if name not in self.used and (parameter.type != "tensor" or parameter.const):
-                place = ("parameters", list(self.parameters).index(name))
+        for place, (name, parameter) in enumerate(self.parameters.items()):
+            if parameter.unused and name in self.used:
+                raise self.fail(("parameters", name), f"{name} is declared as unused, but it is used; remove 'unused'")
+            expected = parameter.type != "tensor" or parameter.const
+            if expected and name not in self.used and not parameter.unused:
                 unused = f"{name} is used by no step and no shape"
-                raise self.fail(place, f"{unused}; remove it or name it in the pipeline")
+                raise self.fail(
+                    ("parameters", place), f"{unused}; remove it, name it in the pipeline, or declare it as unused"
+                )
         return steps
 
     def step(self, keys: KeyPath, index: int, entry: Any) -> StepSpec:
@@ -237,6 +295,9 @@ class _ProblemReader:
         else:
             got = "no key 'op'" if isinstance(entry, Mapping) else show(entry)
             raise self.fail(keys, f"got {got}; expected the name of a step, or a mapping with the key 'op'")
+        if VOCABULARY[op].rank not in (None, self.rank):
+            got = f"{op} needs {VOCABULARY[op].rank} spatial axes, but this problem has {self.rank}"
+            raise self.fail(keys, f"{got}; write {op[:-2]}")
         known = {f.name: f for f in VOCABULARY[op].fields}
         required = [f.name for f in known.values() if f.required]
         self.check_keys(keys, entry, ("op", "from", "as", *known), required)
@@ -249,11 +310,6 @@ class _ProblemReader:
         if index == 0:
             tensors = self.named("tensor")
             name = self.choice(keys, entry["from"], tensors) if "from" in entry else tensors[0]
-            shape = self.parameters[name].shape
-            if shape is None or len(shape) != 5:
-                got = f"the pipeline's input {name} has {len(shape or ())} axes"
-                wanted = "expected 5 (batch, channel, depth, height, width)"
-                raise self.fail(keys if "from" in entry else keys[:-1], f"{got}; {wanted}")
             self.input_name = name
             self.used.add(name)
             return name if "from" in entry else None
@@ -275,15 +331,20 @@ class _ProblemReader:
 
     def field(self, keys: KeyPath, kind: Field, value: Any) -> Any:
         match kind.kind:
-            case "triple":
-                parts = value if isinstance(value, list | tuple) else (value,) * 3
-                if len(parts) != 3:
-                    raise self.unexpected(keys, value, "one value, or a list of 3 (depth, height, width)")
+            case "padding" if value == "same" and kind.same:
+                return value
+            case "each" | "padding":
                 listed = isinstance(value, list | tuple)
+                parts = value if listed else (value,) * self.rank
+                if len(parts) != self.rank:
+                    names = ", ".join(SPATIAL_NAMES[self.rank])
+                    raise self.unexpected(keys, value, f"one value, or a list of {self.rank} ({names})")
+                pairs = kind.kind == "padding" and listed
                 return tuple(
-                    self.expression((*keys, i) if listed else keys, part, self.named("size_t"))
-                    for i, part in enumerate(parts)
+                    self.each((*keys, i) if listed else keys, part, pairs=pairs) for i, part in enumerate(parts)
                 )
+            case "flag":
+                return self.flag(keys, value)
             case "size":
                 return self.expression(keys, value, self.named("size_t"))
             case "axes":
@@ -295,11 +356,30 @@ class _ProblemReader:
             case _:
                 return self.operand(keys, kind, value)
 
-    def axes(self, keys: KeyPath, value: Any) -> tuple[int, ...]:
+    def each(self, keys: KeyPath, value: Any, *, pairs: bool) -> Any:
+        """The value for one spatial axis: an expression, or where ``pairs``, perhaps two of them: before and after."""
+        if not pairs or not isinstance(value, list | tuple):
+            return self.expression(keys, value, self.named("size_t"))
+        if len(value) != 2:
+            raise self.unexpected(keys, value, "one value, or a pair (before, after)")
+        return tuple(self.expression((*keys, i), part, self.named("size_t")) for i, part in enumerate(value))
+
+    def flag(self, keys: KeyPath, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self.fail(keys, f"got {self.kind(value)}; expected true or false")
+        return value
+
+    def axes(self, keys: KeyPath, value: Any) -> tuple[int, ...] | str:
+        """Axes by number; or the name of the size parameter that holds one."""
+        names = axis_names(self.rank)
+        if isinstance(value, str) and value not in names and value in self.named("size_t"):
+            self.used.add(value)
+            return value
         if isinstance(value, str):
-            return resolve_axes(self.choice(keys, value, AXES))
-        names = self.entries(keys, value, "axes, or the name of one")
-        return resolve_axes([self.choice((*keys, i), name, AXES) for i, name in enumerate(names)])
+            return names[self.choice(keys, value, names)]
+        listed = self.entries(keys, value, "axes, or the name of one")
+        chosen = [self.choice((*keys, i), name, names) for i, name in enumerate(listed)]
+        return tuple(sorted({axis for name in chosen for axis in names[name]}))
 
     def operand(self, keys: KeyPath, kind: Field, value: Any) -> float | str:
         if not isinstance(value, str):
@@ -395,13 +475,14 @@ def problem_from_mapping(
     if not isinstance(mapping, Mapping):
         raise reader.fail((), f"got {show(mapping)}; expected a mapping")
     required = ("name", "parameters", "pipeline")
-    reader.check_keys(
-        (), mapping, ("name", "title", "origin", "parameters", "pipeline", "cases", "tolerance"), required
-    )
+    optional = ("title", "origin", "note", "rank", "cases", "tolerance")
+    reader.check_keys((), mapping, (*required, *optional), required)
     name = reader.label(("name",), mapping["name"])
     title = reader.text(("title",), mapping.get("title", name))
     origin = reader.text(("origin",), mapping.get("origin", ""))
+    note = reader.text(("note",), mapping.get("note", ""))
     reader.read_parameters(mapping["parameters"])
+    reader.read_rank(mapping)
     pipeline = reader.read_pipeline(mapping["pipeline"])
     reader.check_defaults()
     cases = reader.read_cases(mapping.get("cases", {}))
@@ -409,7 +490,7 @@ def problem_from_mapping(
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
     parameters, known_cases = tuple(reader.parameters.values()), Frozen(cases)
-    problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path)
+    problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path, reader.rank, note)
     for case in cases:
         reader.check_case(problem, case)
     return problem

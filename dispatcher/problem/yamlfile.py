@@ -200,20 +200,23 @@ class _YamlReader:
         text = event.value
         if event.style is not None:  # quoted, or a block of text
             return text
-        if text in _WORDS:
-            return _WORDS[text]
-        if _INTEGER.fullmatch(text) and len(text) <= 20:
-            return int(text)
-        if _FLOAT.fullmatch(text):
-            value = float(text)
-            if _INTEGER.fullmatch(text) or math.isinf(value):
-                raise self.fail(line, keys, f"got {show(text)}; expected a smaller number")
-            return value
+        value = plain_value(text)
+        if isinstance(value, float) and text not in _WORDS and (_INTEGER.fullmatch(text) or math.isinf(value)):
+            raise self.fail(line, keys, f"got {show(text)}; expected a smaller number")
         if _AMBIGUOUS.fullmatch(text):
             wanted = "expected a plain decimal number, or quotes around a text"
             got = f"got {show(text)}, which YAML readers take for different numbers"
             raise self.fail(line, keys, f"{got}; {wanted}")
-        return text
+        return value
+
+
+def plain_value(text: str) -> str | int | float | bool | None:
+    """What a scalar without quotes stands for; itself where it is neither a number nor one of YAML's words."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text) and len(text) <= 20:
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
 def read_yaml(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Locate]:

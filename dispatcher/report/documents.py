@@ -54,19 +54,19 @@ def problem_document(problem: Problem) -> dict[str, Any]:
             **picked(parameter, "name", "type"),
             "input": parameter.type != "tensor" or parameter.const,
             "shape": None if parameter.shape is None else [_extent(extent) for extent in parameter.shape],
-            "default": parameter.default,
+            **picked(parameter, "default", "unused"),
         }
         for parameter in problem.parameters
     ]
     steps = [
         {
             **picked(step, "op", "source", "result"),
-            "fields": {key: _field(key, step.fields[key]) for key in step.fields},
+            "fields": {key: _field(key, step.fields[key], problem.rank) for key in step.fields},
         }
         for step in problem.pipeline
     ]
     return {
-        **picked(problem, "name", "title", "origin"),
+        **picked(problem, "name", "title", "origin", "note", "rank"),
         "path": None if problem.path is None else str(problem.path),
         "tolerance": problem.tolerance,
         "parameters": parameters,
@@ -82,15 +82,16 @@ def _extent(value: Any) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _field(name: str, value: Any) -> Any:
+def _field(name: str, value: Any, rank: int) -> Any:
     """A step's field: expressions as texts, axes by name."""
-    from dispatcher.ops.steps import AXES
+    from dispatcher.ops.steps import axis_names
 
-    if name == "axis" and isinstance(value, tuple):
-        whole = next((axis for axis, numbers in AXES.items() if numbers == value), None)
-        return whole or [axis for axis, numbers in AXES.items() if len(numbers) == 1 and numbers[0] in value]
+    if name in ("axis", "along") and isinstance(value, tuple):
+        names = axis_names(rank)
+        whole = next((axis for axis, numbers in names.items() if numbers == value), None)
+        return whole or [axis for axis, numbers in names.items() if len(numbers) == 1 and numbers[0] in value]
     if isinstance(value, tuple):
-        return [_field(name, part) for part in value]
+        return [_field("", part, rank) for part in value]
     return value if isinstance(value, int | float | str) else _extent(value)
 
 

@@ -196,11 +196,7 @@ def say_explanation(explanation: Explanation) -> None:
 def _say_convolution(plan: ConvolutionPlan) -> None:
     shapes = f"{plan.input_shape} * {plan.weight_shape} -> {plan.output_shape}"
     say("\n" + listing("convolution ", [shapes]))
-    rows = [
-        (axis.name, *map(str, (axis.input, axis.kernel, axis.stride, padding, axis.output_padding)),
-         *map(str, (axis.dilation, axis.output)))
-        for axis, padding in zip(plan.axes, plan.padding, strict=True)
-    ]  # fmt: skip
+    rows = [tuple(map(str, vars(axis).values())) for axis in plan.axes]
     headers = ("AXIS", "INPUT", "KERNEL", "STRIDE", "PADDING", "OUTPUT PADDING", "DILATION", "OUTPUT")
     say(table(headers, rows))
     say(f"\nas matrix products, one for each phase{' and group' if plan.groups > 1 else ''}:")

@@ -297,7 +297,7 @@ class Witness:
         self._parts: list[tuple[slice, Operator, Tensors]] = [(slice(None), operator, tensors)]
         batch, _ = batch_parameter(operator)
         self._some = items is not None and bool(batch)
-        self.items = list(items or ()) if self._some else list(range(operator.output_shape[0]))
+        self.items = list(items or ()) if self._some else list(range(operator.steps[-1].shape[0]))
         if items is not None and batch:
             batched = batched_tensors(operator, batch)
             one = with_batch(operator, batch, 1)

@@ -130,7 +130,7 @@ def torch_peer(
     """PyTorch, eager or compiled, on the CPU or a CUDA device.
 
     Args:
-        last: keep the convolution's tensors in the memory format channels_last_3d.
+        last: keep the convolution's tensors in the memory format channels_last_3d, or channels_last.
         compiled: use torch.compile.
     """
     import torch
@@ -142,11 +142,16 @@ def torch_peer(
     _keep(torch.get_num_threads, torch.set_num_threads)
     torch.set_num_threads(threads)  # PyTorch has this for the whole process only
     device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-    memory_format = torch.channels_last_3d if last else torch.contiguous_format
+    rank, axes = operator.problem.rank, operator.problem.rank + 2
+    memory_format = torch.contiguous_format
+    if last and rank == 1:
+        raise Unsupported("PyTorch has no such memory format for one spatial axis")
+    if last:
+        memory_format = torch.channels_last_3d if rank == 3 else torch.channels_last
 
     def constant(operand: Any) -> Any:
         array = torch.from_numpy(tensors[operand.name]).to(device)
-        return array.to(memory_format=memory_format) if array.ndim == 5 else array
+        return array.to(memory_format=memory_format) if array.ndim == axes else array
 
     function = torch_pipeline(operator, constant)
     if compiled:
@@ -155,7 +160,8 @@ def torch_peer(
         _keep(lambda: config.recompile_limit, partial(setattr, config, "recompile_limit"))
         config.recompile_limit = 64
         function = torch.compile(function, dynamic=False, fullgraph=True)
-    source = torch.from_numpy(tensors[operator.source])
+    shape = operator.steps[0].input_shape
+    source = torch.from_numpy(tensors[operator.source]).reshape(*shape[:2], *shape[5 - rank :])
     if gpu is not None:
         # Switching TF32 on or off changes the first one too, which has more values: it is put back last.
         _keep(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
@@ -203,48 +209,70 @@ def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callab
     Args:
         operator: what to compute.
         constant: gives the PyTorch tensor of a tensor operand.
+
+    Returns:
+        A function of the input, in which values have five axes but for the functions of a rank of their own.
     """
-    stages = [(step, torch_stage(step, constant)) for step in operator.steps]
+    rank = operator.problem.rank
+    stages = [(step, torch_stage(step, constant, rank)) for step in operator.steps]
     fixed: dict[Any, Any] = {}  # operands that are no values of the pipeline
     for step in operator.steps:
         for operand in step.operands if isinstance(step, Pointwise) else ():
             if isinstance(operand, TensorOperand):
-                fixed[operand] = constant(operand)
+                fixed[operand] = constant(operand).reshape(operand.shape)
             elif isinstance(operand, ScalarOperand):
                 fixed[operand] = operand.value
 
     def pipeline(x: Any) -> Any:
-        values = [x]
+        values = [x.reshape(operator.steps[0].input_shape)]
         for step, stage in stages:
             operands = step.operands if isinstance(step, Pointwise) else ()
             arguments = [
                 values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand] for operand in operands
             ]
             values.append(stage(values[step.source], *arguments))
-        return values[-1]
+        return values[-1].reshape(operator.output_shape)
 
     return pipeline
 
 
-def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any]:
+def torch_stage(step: Step, constant: Callable[[Any], Any], rank: int) -> Callable[..., Any]:
     """One step as a PyTorch function of its source and, for a pointwise step, its operands."""
     import torch
     from torch.nn import functional as F
 
+    absent = tuple(range(2, 5 - rank))  # axes that a problem of this rank lacks
+
     def channels(operand: TensorOperand | None) -> Any:
         return None if operand is None else constant(operand).flatten()
+
+    def ranked(x: Any, function: Callable[[Any], Any]) -> Any:
+        """Apply a function of tensors that have the axes of the problem."""
+        y = function(x.squeeze(absent)) if absent else function(x)
+        for axis in absent:
+            y = y.unsqueeze(axis)
+        return y
 
     match step:
         case Convolution(geometry=geometry, transposed=transposed):
             weight, bias, groups = constant(step.weight), channels(step.bias), geometry.groups
-            strides, padding, output_padding, dilation = (
-                tuple(getattr(axis, name) for axis in geometry.axes)
-                for name in ("stride", "padding", "output_padding", "dilation")
-            )
+            axes = geometry.axes[3 - rank :]
+            weight = weight.reshape(*step.weight.shape[:2], *step.weight.shape[5 - rank :])
+            dilation = tuple(axis.dilation for axis in axes)
             if transposed:
-                return lambda x: F.conv_transpose3d(x, weight, bias, strides, padding, output_padding, groups, dilation)
-            around = tuple(axis.around for axis in geometry.axes)
-            return lambda x: F.conv3d(x, weight, bias, 1, around, dilation, groups)
+                strides, padding, output_padding = (
+                    tuple(getattr(axis, name) for axis in axes) for name in ("stride", "padding", "output_padding")
+                )
+                function = getattr(F, f"conv_transpose{rank}d")
+                return lambda x: ranked(
+                    x, lambda x: function(x, weight, bias, strides, padding, output_padding, groups, dilation)
+                )
+            convolve, steps = getattr(F, f"conv{rank}d"), tuple(axis.step for axis in axes)
+            around, after = zip(*(axis.ordinary_padding for axis in axes), strict=True)
+            if around == after:
+                return lambda x: ranked(x, lambda x: convolve(x, weight, bias, steps, around, dilation, groups))
+            ends = [extent for axis in reversed(axes) for extent in axis.ordinary_padding]
+            return lambda x: ranked(x, lambda x: convolve(F.pad(x, ends), weight, bias, steps, 0, dilation, groups))
         case Pointwise(form=form) if form.torch:
             return dotted(form.torch)
         case Normalize(eps=eps):
@@ -263,13 +291,32 @@ def torch_stage(step: Step, constant: Callable[[Any], Any]) -> Callable[..., Any
             return lambda x: torch.softmax(x.flatten(2), 2).view_as(x)
         case Softmax(axes=(axis,)):
             return lambda x: torch.softmax(x, axis)
-        case Pool(window=window):
-            pool = F.max_pool3d if step.form is MAXIMUM else F.avg_pool3d
-            return lambda x: pool(x, window)
+        case Pool():
+            pool = torch_pool(step, rank)
+            return lambda x: ranked(x, pool)
         case Reduce(form=form, axes=axes) if form.torch:
             reduce = dotted(form.torch)
             return lambda x: reduce(x, axes, keepdim=True)
     raise Unsupported(f"step {step.op} has no PyTorch form here")
+
+
+def torch_pool(step: Pool, rank: int) -> Callable[[Any], Any]:
+    """A pooling as a PyTorch function of its source, which has the axes of the problem."""
+    from torch.nn import functional as F
+
+    window, stride, dilation = step.window[3 - rank :], step.stride[3 - rank :], step.dilation[3 - rank :]
+    padding, after = zip(*step.padding[3 - rank :], strict=True)
+    if padding != after:
+        raise Unsupported(f"step {step.op} has padding that PyTorch has no argument for")
+    # Outputs beyond those of floor mode are those of ceil mode.
+    extents = zip(step.input_shape[5 - rank :], step.shape[5 - rank :], padding, window, stride, dilation, strict=True)
+    ceil_mode = any((o - 1) * s + d * (w - 1) + 1 > extent + 2 * p for extent, o, p, w, s, d in extents)
+    if step.form is MAXIMUM:
+        return lambda x: getattr(F, f"max_pool{rank}d")(x, window, stride, padding, dilation, ceil_mode)
+    if rank == 1 and step.divisor is not None:
+        raise Unsupported(f"step {step.op} has a divisor, which avg_pool1d has not")
+    more = () if rank == 1 else (step.divisor,)
+    return lambda x: getattr(F, f"avg_pool{rank}d")(x, window, stride, padding, ceil_mode, step.count_padding, *more)
 
 
 def dotted(name: str) -> Callable[..., Any]:
@@ -282,6 +329,8 @@ def dotted(name: str) -> Callable[..., Any]:
 # ---- ONNX --------------------------------------------------------------------------------------------------
 def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
     """The operator as an ONNX model of one input and one output, weights included."""
+    if operator.problem.rank < 3 or len(operator.axes) < 5:
+        raise Unsupported("values of fewer than five axes have no ONNX form here")
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -314,7 +363,6 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
         value = values[step.source]
         match step:
             case Convolution(geometry=geometry, transposed=transposed):
-                padding = [axis.padding for axis in geometry.axes]
                 attributes = {
                     "kernel_shape": [axis.kernel for axis in geometry.axes],
                     "dilations": [axis.dilation for axis in geometry.axes],
@@ -323,13 +371,15 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
                 if transposed:
                     attributes["strides"] = [axis.stride for axis in geometry.axes]
                     attributes["output_padding"] = [axis.output_padding for axis in geometry.axes]
+                    pads = [axis.padding for axis in geometry.axes] * 2
                 else:
-                    padding = [axis.around for axis in geometry.axes]
+                    attributes["strides"] = [axis.step for axis in geometry.axes]
+                    pads = [axis.ordinary_padding[end] for end in (0, 1) for axis in geometry.axes]
                 inputs = [value, constant(tensors[step.weight.name])]
                 if step.bias is not None:
                     inputs.append(constant(tensors[step.bias.name].ravel()))
                 op = "ConvTranspose" if transposed else "Conv"
-                value = node(op, *inputs, pads=padding + padding, **attributes)
+                value = node(op, *inputs, pads=pads, **attributes)
             case Pointwise(form=form, arguments=arguments) if form.onnx:
                 if form.onnx_attributes:
                     named = zip(form.onnx_attributes, map(scalar, arguments), strict=True)
@@ -350,7 +400,7 @@ def onnx_model(operator: Operator, tensors: Tensors) -> bytes:
                 value = node("Reshape", value, constant(step.shape, np.int64))
             case Softmax(axes=(axis,)):
                 value = node("Softmax", value, axis=axis)
-            case Pool(window=window):
+            case Pool(window=window) if step.plain:
                 op = "MaxPool" if step.form is MAXIMUM else "AveragePool"
                 value = node(op, value, kernel_shape=list(window), strides=list(window))
             case Reduce(form=form) if form.onnx:

@@ -1,6 +1,7 @@
 // Transposed 3-D convolution of any geometry, with what follows it, by fused multiply-add.
 //   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of the group of
-//                          x[n,c, (z+PD-kd*LD)/SD, (y+PH-kh*LH)/SH, (x+PW-kw*LW)/SW] * w[c,o,k] )
+//                          x[n,c, (z*TD+PD-kd*LD)/SD, (y*TH+PH-kh*LH)/SH, (x*TW+PW-kw*LW)/SW] * w[c,o,k] )
+//   where T is the stride of an ordinary convolution, whose S is 1, and 1 in a transposed one, and
 //   where only taps with exact divisions and inputs inside the tensor count. Outputs fall into stride^3 phases by
 //   their residues r: z = SD*m + r. Within a phase every tap has a constant offset, so that a phase is a dense
 //   convolution over m and no zero is multiplied.
@@ -46,7 +47,7 @@ struct Phase {
 
 struct Term {
   index_t delta;  // from the voxel's element of channel 0 to the term's, in elements
-  int offset[3];  // from m to the input position
+  int offset[3];  // from m*step to the input position
   int channel;    // within the group
 };
 
@@ -62,16 +63,16 @@ struct ConvParams {
   index_t voxels, voxel_tiles, tiles;  // voxels: of all batch items, or of one where statistics are gathered
   index_t phase_count;  // residues of all axes
   int groups, in_channels, out_channels, padded_channels, channel_tiles, term_count;
-  int in[3], positions[3], out[3], stride[3], residues[3], axis_slots[3];
+  int in[3], positions[3], out[3], stride[3], step[3], residues[3], axis_slots[3];
   Operand operand[OPERANDS];
 };
 CHECK_PARAMS(ConvParams);
 
 struct Voxel {
   bool inside;
-  int m[3];
+  int m[3], base[3];  // base: m*step, an input position
   index_t batch;
-  index_t input;  // element (batch, first channel of the group, m)
+  index_t input;  // element (batch, first channel of the group, base)
 };
 
 __device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_t item, index_t m) {
@@ -81,18 +82,19 @@ __device__ __forceinline__ Voxel voxel_at(const ConvParams &p, int group, index_
 #pragma unroll
   for (int axis = 2; axis >= 0; axis--) {
     v.m[axis] = static_cast<int>(rest % p.positions[axis]);
+    v.base[axis] = v.m[axis] * p.step[axis];
     rest /= p.positions[axis];
   }
   v.batch = item + rest;
   const index_t channel = v.batch * p.in_channels * p.groups + index_t(group) * p.in_channels;
-  v.input = ((channel * p.in[0] + v.m[0]) * p.in[1] + v.m[1]) * p.in[2] + v.m[2];
+  v.input = ((channel * p.in[0] + v.base[0]) * p.in[1] + v.base[1]) * p.in[2] + v.base[2];
   return v;
 }
 
 __device__ __forceinline__ bool reads(const ConvParams &p, const Voxel &v, const Term &term) {
-  return v.inside && unsigned(v.m[0] + term.offset[0]) < unsigned(p.in[0])
-         && unsigned(v.m[1] + term.offset[1]) < unsigned(p.in[1])
-         && unsigned(v.m[2] + term.offset[2]) < unsigned(p.in[2]);
+  return v.inside && unsigned(v.base[0] + term.offset[0]) < unsigned(p.in[0])
+         && unsigned(v.base[1] + term.offset[1]) < unsigned(p.in[1])
+         && unsigned(v.base[2] + term.offset[2]) < unsigned(p.in[2]);
 }
 
 // Phase `index` and its residues.

@@ -1,5 +1,7 @@
-// Pooling: stride = window, no padding, floor mode, between two chains.
+// Pooling between two chains.
 //   y[n,c,d,h,w] = last_chain( pool of pre_first_chain(x[n,c, d*WD .. d*WD+WD-1, h*WH .. , w*WW .. ]) )
+// PLAIN: windows lie side by side. Else place k of window o is o*stride - before + k*dilation, and those inside x are
+// combined; a mean divides by the divisor, or by the places that lie in x, or with counted, in x and its padding.
 //
 // Layouts: x (planes, ID, IH, IW), y (planes, OD, OH, OW), contiguous, INPUT and OUTPUT; planes = N*C.
 // A thread makes every gridDim*blockDim-th output. Neighbouring threads read neighbouring windows, so that a
@@ -15,9 +17,35 @@ struct PoolParams {
   OUTPUT *y;
   index_t count;
   int in[3], extent[5], window[3];  // extent: of y
+  int stride[3], before[3], after[3], dilation[3], counted, divisor;
   Operand operand[OPERANDS];
 };
 CHECK_PARAMS(PoolParams);
+
+#if !PLAIN
+// The window of output (d, h, w) of `plane`, whose first element is x.
+template <class Change>
+__device__ __forceinline__ COMPUTE any_window(const PoolParams &p, const INPUT *x, const int (&at)[3], Change change) {
+  int first[3];
+  COMPUTE places = p.divisor;
+  if (p.divisor == 0) places = 1;
+#pragma unroll
+  for (int axis = 0; axis < 3; axis++) {
+    first[axis] = at[axis] * p.stride[axis] - p.before[axis];
+    const int end = first[axis] + p.window[axis], limit = p.in[axis] + (p.counted ? p.after[axis] : 0);
+    if (p.divisor == 0) places *= (end < limit ? end : limit) - (p.counted || first[axis] > 0 ? first[axis] : 0);
+  }
+  COMPUTE result = pool_identity<COMPUTE>();
+  for (int z = 0; z < p.window[0]; z++)
+    for (int y = 0; y < p.window[1]; y++)
+      for (int w = 0; w < p.window[2]; w++) {
+        const int iz = first[0] + z * p.dilation[0], iy = first[1] + y * p.dilation[1], ix = first[2] + w * p.dilation[2];
+        if (unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1]) && unsigned(ix) < unsigned(p.in[2]))
+          result = pool_combine(result, pool_lift(change(COMPUTE(x[(index_t(iz) * p.in[1] + iy) * p.in[2] + ix]))));
+      }
+  return pool_finish(result, Share<COMPUTE>{places});
+}
+#endif
 
 template <class Index> __device__ __forceinline__ void run(const PoolParams &p) {
   const int *out = p.extent + 2;
@@ -30,14 +58,18 @@ template <class Index> __device__ __forceinline__ void run(const PoolParams &p) 
     rest /= Index(out[1]);
     int d = static_cast<int>(rest % Index(out[0]));
     index_t plane = static_cast<index_t>(rest / Index(out[0]));
+    const VoxelAt at{0, static_cast<int>(plane % p.extent[1]), {}, true};  // its operands vary along channels at most
+    const auto change = [&](COMPUTE v) { return pre_first_chain(p.operand, v, at); };
+#if PLAIN
     const INPUT *corner =
         p.x + ((plane * p.in[0] + index_t(d) * p.window[0]) * p.in[1] + index_t(h) * p.window[1]) * p.in[2]
         + index_t(w) * p.window[2];
     const int wz = WINDOW_Z ? WINDOW_Z : p.window[0], wy = WINDOW_Y ? WINDOW_Y : p.window[1],
               wx = WINDOW_X ? WINDOW_X : p.window[2];
-    const VoxelAt at{0, static_cast<int>(plane % p.extent[1]), {}, true};  // its operands vary along channels at most
-    const COMPUTE value = pool_window<VECTOR>(corner, wz, wy, wx, p.in[1], p.in[2],
-                                              [&](COMPUTE v) { return pre_first_chain(p.operand, v, at); });
+    const COMPUTE value = pool_window<VECTOR>(corner, wz, wy, wx, p.in[1], p.in[2], change);
+#else
+    const COMPUTE value = any_window(p, p.x + plane * p.in[0] * p.in[1] * p.in[2], {d, h, w}, change);
+#endif
     p.y[i] = OUTPUT(last_chain(p.operand, value, LinearAt{i, p.extent}));
   }
 }

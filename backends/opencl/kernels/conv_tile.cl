@@ -8,7 +8,7 @@
 //
 // Args:
 //   x        plane 0 of the box's packed input, at channel 0 of the group and at the tile's first position
-//   first    depth index of the box's first row, for skipping planes outside the tensor, which add nothing
+//   first    depth index of the input at the box's first row, for skipping planes outside the tensor, which add nothing
 //   rd rh rw the phase
 //   w        packed weights of this phase and channel tile: [KD taps][KH taps][KW taps][IC/groups][THREAD_C]
 //   md       row of the box along depth

@@ -2,10 +2,10 @@
 // and for devices without a kernel of their own class.
 //
 //   y[n][oc][od][oh][ow] = bias[oc] + sum of w[ic][oc][kd][kh][kw] * x[n][ic][id][ih][iw]
-//                          over taps with i*S - P + k*L = o on every axis and i inside the tensor
+//                          over taps with i*S - P + k*L = o*T on every axis and i inside the tensor, T being 1 but in ordinary convolutions
 //
 // An ordinary convolution (TRANSPOSED 0) has weights w[oc][ic][kd][kh][kw] with the taps in reverse order.
-// A work-item owns one output element. The host defines the extents, strides, paddings, dilations, TAIL(x) and PARAMETERS.
+// A work-item owns one output element. The host defines the extents, strides, steps, paddings, dilations, TAIL(x) and PARAMETERS.
 kernel void conv_transpose3d_gather(global const REAL *restrict x, global const REAL *restrict weight,
                                     global const REAL *restrict operands, global REAL *restrict y, const ulong count PARAMETERS) {
   const size_t index = get_global_id(0);
@@ -15,13 +15,13 @@ kernel void conv_transpose3d_gather(global const REAL *restrict x, global const 
   const int oc = plane % OC, group = oc / GROUP_OC;
   REAL sum = R(0.0);
   for (int kd = 0; kd < KD; kd++) {
-    const int td = od + PADDING_D - kd * DILATION_D, id = td / STRIDE_D;
+    const int td = od * STEP_D + PADDING_D - kd * DILATION_D, id = td / STRIDE_D;
     if (td < 0 || td % STRIDE_D || id >= ID) continue;
     for (int kh = 0; kh < KH; kh++) {
-      const int th = oh + PADDING_H - kh * DILATION_H, ih = th / STRIDE_H;
+      const int th = oh * STEP_H + PADDING_H - kh * DILATION_H, ih = th / STRIDE_H;
       if (th < 0 || th % STRIDE_H || ih >= IH) continue;
       for (int kw = 0; kw < KW; kw++) {
-        const int tw = ow + PADDING_W - kw * DILATION_W, iw = tw / STRIDE_W;
+        const int tw = ow * STEP_W + PADDING_W - kw * DILATION_W, iw = tw / STRIDE_W;
         if (tw < 0 || tw % STRIDE_W || iw >= IW) continue;
         for (int i = 0; i < GROUP_IC; i++) {
           const size_t ic = group * GROUP_IC + i;

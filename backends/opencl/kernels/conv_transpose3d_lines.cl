@@ -23,16 +23,23 @@
 // The host guarantees: weights are finite (zero lines stand for what lies outside the tensor), a box covers whole pooling windows,
 // every table matches the geometry, scratch has SCRATCH zeroed elements a worker, and padding in it is never written.
 
-// Writes one row of OUT_W elements: STORE_PLANES phases, STORE_LINE apart, interleaved. Whole vectors first, by WRITE_V.
+// With BOX_W an item is as many positions along width, not all of them, and a row the part of it that these make.
+#if BOX_W
+#define ROW_W min(OUT_W - first, BOX_W * STRIDE_W)
+#else
+#define ROW_W OUT_W
+#endif
+
+// Writes one row of ROW_W elements: STORE_PLANES phases, STORE_LINE apart, interleaved. Whole vectors first, by WRITE_V.
 #if STORE_PLANES == 1 && VEC > 1
 #define WRITE_ROW(WRITE_V) \
-  for (; m + VEC <= OUT_W; m += VEC) WRITE_V(LOAD_V(line + m), y + m);
+  for (; m + VEC <= ROW_W; m += VEC) WRITE_V(LOAD_V(line + m), to + m);
 #elif STORE_PLANES == 2 && VEC > 1
 #define WRITE_ROW(WRITE_V)                                                      \
-  for (; 2 * (m + VEC) <= OUT_W; m += VEC) {                                    \
+  for (; 2 * (m + VEC) <= ROW_W; m += VEC) {                                    \
     const real_v even = LOAD_V(line + m), odd = LOAD_V(line + STORE_LINE + m);  \
-    WRITE_V(INTERLEAVE_LOW(even, odd), y + 2 * m);                              \
-    WRITE_V(INTERLEAVE_HIGH(even, odd), y + 2 * m + VEC);                       \
+    WRITE_V(INTERLEAVE_LOW(even, odd), to + 2 * m);                             \
+    WRITE_V(INTERLEAVE_HIGH(even, odd), to + 2 * m + VEC);                      \
   }
 #else
 #define WRITE_ROW(WRITE_V)
@@ -44,7 +51,8 @@
 // The same with STORE_TAIL(x), the steps that need a result's place, and with statistics of the row. With USE_STORE 0 nothing is
 // written but these.
 static void store_row(global REAL *restrict y, global const REAL *restrict line, global const REAL *restrict operands, const int n,
-                      const int c, const int d, const int h PARAMETERS) {
+                      const int c, const int d, const int h, const int first PARAMETERS) {
+  global REAL *const to = y + first;
   GATHER_BEGIN
 #define FINISH(v, w, left)  \
   real_v value = v;         \
@@ -72,45 +80,47 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
 #endif
   int m = 0;
 #if USE_STREAM && USE_STORE && defined(STREAM_V)
-  if ((size_t)y % sizeof(real_v) == 0) {
+  if ((size_t)to % sizeof(real_v) == 0) {
     WRITE_ROW(FINISH_STREAM_V)
   }
 #endif
   WRITE_ROW(FINISH_V)
-  for (int w = m * STORE_PLANES; w < OUT_W; w += VEC) {
+  for (int at = m * STORE_PLANES; at < ROW_W; at += VEC) {
     REAL lanes[VEC];
-    for (int i = 0; i < VEC; i++) lanes[i] = w + i < OUT_W ? LINE_AT(w + i) : R(0.0);
-    FINISH(LOAD_V(lanes), w, OUT_W - w)
+    for (int i = 0; i < VEC; i++) lanes[i] = at + i < ROW_W ? LINE_AT(at + i) : R(0.0);
+    const int w = first + at;
+    FINISH(LOAD_V(lanes), w, ROW_W - at)
 #if USE_STORE
-    store_lanes(value, y + w, OUT_W - w);
+    store_lanes(value, to + at, ROW_W - at);
 #endif
   }
   GATHER_END((((size_t)n * OUT_D + d) * OUT_H + h) * OUT_C + c)
 }
 #else
-static void store_row(global REAL *restrict y, global const REAL *restrict line) {
+static void store_row(global REAL *restrict y, global const REAL *restrict line, const int first) {
+  global REAL *const to = y + first;
   int m = 0;
 #if USE_STREAM && defined(STREAM_V)
-  if ((size_t)y % sizeof(real_v) == 0) {
+  if ((size_t)to % sizeof(real_v) == 0) {
     WRITE_ROW(STREAM_V)
   }
 #endif
   WRITE_ROW(STORE_V)
-  for (int w = m * STORE_PLANES; w < OUT_W; w++) y[w] = LINE_AT(w);
+  for (int w = m * STORE_PLANES; w < ROW_W; w++) to[w] = LINE_AT(w);
 }
 #endif
 
-// Writes one row of every channel. d, h: the row's place in the output.
-static void store_rows(global REAL *restrict y, const int n, const int d, const int h, global const REAL *restrict line,
-                       global const REAL *restrict operands PARAMETERS) {
+// Writes one row of every channel. d, h: the row's place in the output; first: the item's first column.
+static void store_rows(global REAL *restrict y, const int n, const int d, const int h, const int first,
+                       global const REAL *restrict line, global const REAL *restrict operands PARAMETERS) {
   if (d >= OUT_D || h >= OUT_H) return;
   global REAL *row = y + (((size_t)n * OUT_C * OUT_D + d) * OUT_H + h) * OUT_W;
   for (int c = 0; c < OUT_C; c++) {
     global REAL *const to = row + (size_t)c * ((size_t)OUT_D * OUT_H * OUT_W);
 #if USE_ROWS
-    store_row(to, line + c * (STORE_PLANES * STORE_LINE), operands, n, c, d, h ARGUMENTS);
+    store_row(to, line + c * (STORE_PLANES * STORE_LINE), operands, n, c, d, h, first ARGUMENTS);
 #else
-    store_row(to, line + c * (STORE_PLANES * STORE_LINE));
+    store_row(to, line + c * (STORE_PLANES * STORE_LINE), first);
 #endif
   }
 }
@@ -127,9 +137,10 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
   for (;;) {
     const int item = atomic_inc(counter);
     if (item >= items) break;
-    const int first_h = (item % BOXES_H) * BOX_H, first_d = (item / BOXES_H % BOXES_D) * BOX_D, n = item / (BOXES_H * BOXES_D);
+    const int first_w = item % BOXES_W * BOX_W, first_h = item / BOXES_W % BOXES_H * BOX_H,
+              first_d = item / (BOXES_W * BOXES_H) % BOXES_D * BOX_D, n = item / (BOXES_W * BOXES_H * BOXES_D);
     global const REAL *image = x + (size_t)n * ((size_t)IC * ID * IH * IW);
-    begin_box(base, image, first_d, first_h, operands);
+    begin_box(base, image, first_d, first_h, first_w, operands);
 #if USE_FOLD
     global REAL *const pooled = base + SCRATCH_POOLED;
     fold_clear(pooled);
@@ -148,7 +159,8 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
               const int window_d = (md * STRIDE_D + rd) / WINDOW_D, window_h = (mh * STRIDE_H + rh) / WINDOW_H;
               fold_row(pooled + (size_t)window_d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE) + window_h * FOLD_ROW, line + i * ROW);
 #else
-              store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, line + i * ROW, operands ARGUMENTS);
+              store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, first_w * STRIDE_W, line + i * ROW,
+                         operands ARGUMENTS);
 #endif
             }
           }
@@ -159,8 +171,8 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
       fold_finish(line, operands);
       STAGES_AFTER_FOLD(line);
       for (int h = 0; h < FOLD_BOX_H; h++)
-        store_rows(y, n, first_d * STRIDE_D / WINDOW_D + d, first_h * STRIDE_H / WINDOW_H + h, line + h * FOLD_ROW,
-                   operands ARGUMENTS);
+        store_rows(y, n, first_d * STRIDE_D / WINDOW_D + d, first_h * STRIDE_H / WINDOW_H + h, 0,
+                   line + h * FOLD_ROW, operands ARGUMENTS);
     }
 #endif
   }

@@ -1,7 +1,9 @@
 // Core of the direct convolution: register tiles over lines of packed input.
 //
 // The box's input rows are packed once, [plane][channel][row][PITCH], zero where a tap may reach outside along height and width;
-// planes outside the tensor are skipped. Every tap is then a shifted read of the packed lines.
+// planes outside the tensor are skipped. Every tap is then a shifted read of the packed lines. Where positions lie APART_W inputs
+// apart, a row is packed in PARTS_W parts, each with the inputs of one remainder PART_W, so that neighbours are read side by side;
+// along height and depth, the order of the rows (INPUT_H, INPUT_D) does the same.
 
 #if CHUNKS > WIDE_CHUNKS
 #define TILE_W 1
@@ -14,29 +16,70 @@
 #undef TILE_W
 #endif
 
-// Packs the input rows of one box: planes first_d + INPUT_D[..], rows first_h + INPUT_H[..].
+#if APART_W > 1 || BOX_W
+// line[i] = row[start + APART_W * i] for all i below count, 0 outside the row.
+static void pick_row(global REAL *restrict line, global const REAL *restrict row, const int start, const int count,
+                     global const REAL *restrict operands, const int channel) {
+  const int first = start < 0 ? min(count, (APART_W - 1 - start) / APART_W) : 0;
+  const int end = max(first, min(count, (IW - start + APART_W - 1) / APART_W));
+  clear(line, first);
+  int i = first;
+#if APART_W == 1
+  for (; i + VEC <= end; i += VEC) {
+    real_v value = LOAD_V(row + start + i);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + i);
+  }
+#elif APART_W == 2 && VEC > 2
+  for (; i + VEC <= end && start + 2 * (i + VEC) <= IW; i += VEC) {
+    const real_v low = LOAD_V(row + start + 2 * i), high = LOAD_V(row + start + 2 * i + VEC);
+    real_v value = (real_v)(low.even, high.even);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + i);
+  }
+#endif
+  for (; i < end; i += VEC) {
+    REAL lanes[VEC];
+    for (int j = 0; j < VEC; j++) lanes[j] = i + j < end ? row[start + (i + j) * APART_W] : R(0.0);
+    real_v value = LOAD_V(lanes);
+    PROLOGUE(value, channel);
+    store_lanes(value, line + i, end - i);
+  }
+  clear(line + end, count - end);
+}
+#endif
+
+// Packs the input rows of one box: planes APART_D*first_d + INPUT_D[..], rows APART_H*first_h + INPUT_H[..]; with BOX_W, of each
+// what the taps of positions first_w .. first_w + BOX_W - 1 reach.
 static void pack_box(global REAL *restrict packed, global const REAL *restrict x, const int first_d, const int first_h,
-                     global const REAL *restrict operands) {
+                     const int first_w, global const REAL *restrict operands) {
   for (int plane = 0; plane < PLANES; plane++) {
-    const int d = first_d + INPUT_D[plane];
+    const int d = first_d * APART_D + INPUT_D[plane];
     if ((uint)d >= ID) continue;
     for (int row = 0; row < ROWS; row++) {
-      const int h = first_h + INPUT_H[row];
+      const int h = first_h * APART_H + INPUT_H[row];
       global REAL *line = packed + (size_t)plane * PLANE + row * PITCH;
       if ((uint)h < IH) {
         global const REAL *source = x + ((size_t)d * IH + h) * IW;
         for (int c = 0; c < IC; c++)
+#if APART_W == 1 && !BOX_W
           combine_row(line + c * CHANNEL, source + (size_t)c * ((size_t)ID * IH * IW), 0, 1, operands, c);
+#else
+          for (int part = 0; part < PARTS_W; part++)
+            pick_row(line + c * CHANNEL + part * (ROWS * PITCH), source + (size_t)c * ((size_t)ID * IH * IW),
+                     (BOX_W ? (first_w + LOW_W) * APART_W : 0) + PART_W[part], PART_EXTENT[part], operands, c);
+#endif
       } else {
-        for (int c = 0; c < IC; c++) clear(line + c * CHANNEL, IW);
+        for (int c = 0; c < IC; c++)
+          for (int part = 0; part < PARTS_W; part++) clear(line + c * CHANNEL + part * (ROWS * PITCH), PART_EXTENT[part]);
       }
     }
   }
 }
 
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                      global const REAL *restrict operands) {
-  pack_box(scratch + LEAD, x, first_d, first_h, operands);
+                      const int first_w, global const REAL *restrict operands) {
+  pack_box(scratch + LEAD, x, first_d, first_h, first_w, operands);
 }
 
 // All phases along width of the rows of one (rd, rh): lines [BOX_D][LINE_CHANNELS][STRIDE_W][LINE].
@@ -58,10 +101,10 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
             global const REAL *xc = xg + CHUNK_X[chunk];
             global REAL *lc = line + CHUNK_LINE[chunk];
 #if WIDE_CHUNKS > 0
-            if (chunk < WIDE_CHUNKS) PASTE(conv_tile_, THREAD_W)(xc, first_d, rd, rh, rw, w, md, lc, operands, channel);
+            if (chunk < WIDE_CHUNKS) PASTE(conv_tile_, THREAD_W)(xc, first_d * APART_D, rd, rh, rw, w, md, lc, operands, channel);
 #endif
 #if CHUNKS > WIDE_CHUNKS
-            if (chunk >= WIDE_CHUNKS) conv_tile_1(xc, first_d, rd, rh, rw, w, md, lc, operands, channel);
+            if (chunk >= WIDE_CHUNKS) conv_tile_1(xc, first_d * APART_D, rd, rh, rw, w, md, lc, operands, channel);
 #endif
           }
         }

@@ -81,7 +81,7 @@ static void transform(global REAL *restrict v, global REAL *restrict e, global c
 }
 
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
-                      global const REAL *restrict operands) {}
+                      const int first_w, global const REAL *restrict operands) {}
 
 // All phases along width of the rows of one (rd, rh): lines [2][LINES_H][LINE_CHANNELS][STRIDE_W][LINE]. Chunks of tile rows
 // beyond the last position are left out.
