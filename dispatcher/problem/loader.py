@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.errors import InputError
-from dispatcher.problem.messages import name_list, show, suggest
+from dispatcher.problem.messages import show, suggest
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.problem.yamlfile import read_yaml
@@ -64,6 +64,6 @@ def load_problem(problem: ProblemLike) -> Problem:
     if looks_like_path or isinstance(problem, os.PathLike) or os.path.isfile(text):
         return _read_problem(Path(text))
     raise InputError(
-        f"there is no problem {show(text)}{suggest(text, names)}; expected one of {name_list(names)}, "
-        "or the path of a problem file (.yaml)"
+        f"there is no problem {show(text)}{suggest(text, names)}; expected one of the {len(names)} that "
+        "`dispatcher problems` lists, or the path of a problem file (.yaml)"
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 from dispatcher.errors import InputError, ProblemFileError
 from dispatcher.ops.binding import Field
 from dispatcher.ops.steps import RANKS, SPATIAL_NAMES, axis_names
-from dispatcher.ops.vocabulary import VOCABULARY
+from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
 from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
@@ -33,7 +33,9 @@ INTERFACE_NAMES = frozenset(
 _MAX_TEXT = 500  # characters of a title or an origin
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # names of problems
-_CASE = re.compile(r"(?=.{1,100}$)[A-Za-z0-9][\w.,=<>+-]*( [\w.,=<>+-]+)*", re.ASCII)  # such as "N=16, K=3", "C64->128 K3"
+_CASE = re.compile(
+    r"(?=.{1,100}$)[A-Za-z0-9][\w.,=<>+-]*( [\w.,=<>+-]+)*", re.ASCII
+)  # such as "N=16, K=3", "C64->128 K3"
 #: A parameter in one line: its type, and the default where there is one.
 _COMPACT = re.compile(r"(?P<unused>unused\s+)?(?P<type>size_t|double)(\s*=\s*(?P<default>[-+.\w]+))?")
 _COMPACT_WANTED = (
@@ -111,7 +113,10 @@ class _ProblemReader:
 
     def choice(self, keys: KeyPath, value: Any, choices: Collection[str]) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise self.fail(keys, f"got {show(value)}; expected one of {name_list(choices)}{suggest(value, choices)}")
+            near = (
+                near_operation(value) if choices is VOCABULARY and isinstance(value, str) else suggest(value, choices)
+            )
+            raise self.fail(keys, f"got {show(value)}; expected one of {name_list(choices)}{near}")
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
