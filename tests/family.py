@@ -10,6 +10,14 @@ from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
 
+#: The problems that the tests of kernels look at from all sides; the others have the same steps.
+FIVE = (
+    "conv-transpose-3d-asym-input-sq-kernel",
+    "conv-transpose3d-avgpool-clamp-softmax-multiply",
+    "conv-transpose3d-layernorm-gelu-scaling",
+    "conv-transpose3d-max-max-sum",
+    "conv-transpose3d-sum-layernorm-avgpool-gelu",
+)
 CASES = ("sample", "odd")
 MOST_VALUES = 32  # that are kept of a result
 

@@ -164,7 +164,7 @@ class _ProblemReader:
                 for name in (re.split(r"\s*,\s*", key) if isinstance(key, str) else [key])  # "height, width: size_t"
             ]
         else:
-            entries = self.entries(("parameters",), raw, "parameters")
+            entries = self.entries(("parameters",), raw, "parameters, or a mapping")
             places = [(("parameters", index), entry) for index, entry in enumerate(entries)]
         mappings = [entry for _, entry in places if isinstance(entry, Mapping) and entry.get("type") == "size_t"]
         sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
@@ -292,7 +292,9 @@ class _ProblemReader:
             expected = parameter.type != "tensor" or parameter.const
             if expected and name not in self.used and not parameter.unused:
                 unused = f"{name} is used by no step and no shape"
-                raise self.fail(place, f"{unused}; remove it, name it in the pipeline, or declare it as unused")
+                wanted = "remove it, name it in the pipeline, or declare it as unused"
+                undeclared = [other for other in self.parameters if other not in self.places]
+                raise self.fail(place, f"{unused}; {wanted}{suggest(name, undeclared)}")
         return steps
 
     def step(self, keys: KeyPath, index: int, entry: Any) -> StepSpec:
