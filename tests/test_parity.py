@@ -14,8 +14,8 @@ from dispatcher.problem.operator import DTYPES, Operator
 from tests.family import FIVE
 from tests.strategies import PLACES, Place, conv_operator, every_device, every_place, tensors_of
 
-#: Cases too large for a test (as are the published ones, whose names have spaces), those that every problem has, and the
-#: one that shows most.
+#: Cases too large for a test (as are the published ones, whose names have spaces), those that every problem has, and
+#: the one that shows most.
 LARGE = ("kernelbench",)
 SMALL = ("sample", "odd")
 TELLING = ("odd",)

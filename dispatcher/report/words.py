@@ -63,15 +63,16 @@ def say_diagnosis(diagnosis: Diagnosis) -> None:
 def say_problems(found: Sequence[Problem]) -> None:
     """Names, titles and cases, group by group; of cases that are the same, the first."""
     for group in sorted({problem.group for problem in found}):
-        rows = []
-        for problem in found:
-            if problem.group == group:
-                cases = {tuple(values.items()): name for name, values in reversed(problem.cases.items())}
-                names = [f'"{name}"' if " " in name else name for name in reversed(cases.values())]
-                rows.append((problem.name, problem.title, ", ".join(names)))
+        rows = [(each.name, each.title, ", ".join(_cases(each))) for each in found if each.group == group]
         say(f"{group}:")
         say(table(("PROBLEM", "TITLE", "CASES"), rows))
         say("")
+
+
+def _cases(problem: Problem) -> list[str]:
+    """The names of cases, in quotes where they have spaces; of those that are the same, the first."""
+    names = {tuple(values.items()): name for name, values in reversed(list(problem.cases.items()))}
+    return [f'"{name}"' if " " in name else name for name in reversed(list(names.values()))]
 
 
 def say_problem(described: dict[str, Any]) -> None:
