@@ -206,11 +206,21 @@ def doctor_command(
 
 
 @app.command("problems")
-def problems_command(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List the problems that come with the package."""
-    from dispatcher.problem.loader import load_problem, problem_names
+def problems_command(
+    word: Annotated[str, typer.Argument(help="A part of what to look for: in names, titles, origins, notes.")] = "",
+    rank: Annotated[str | None, _option("1|2|3", "Those with so many spatial axes.")] = None,
+    op: Annotated[str | None, _option("STEP", "Those with that step, such as conv or max_pool2d.")] = None,
+    level: Annotated[str | None, _option("N", "Those of that level of KernelBench.")] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the problems that come with the package, or those that fit."""
+    from dispatcher.problem.commandline import find_problems, whole_number
 
-    found = [load_problem(name) for name in problem_names()]
+    axes = None if rank is None else whole_number("--rank", rank, 1, 3)
+    found = find_problems(word, axes, op, None if level is None else whole_number("--level", level, 1))
+    if not found:
+        note("no problem fits; leave out some of what to look for")
     if as_json:
         answer("problems", documents.problems_document(found))
     else:
@@ -218,13 +228,25 @@ def problems_command(as_json: JsonOption = False, debug: DebugOption = False) ->
 
 
 @app.command("show")
-def show_command(problem: ProblemArgument, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Show a problem: its parameters, its pipeline and its cases."""
+def show_command(
+    problem: ProblemArgument,
+    signature: Annotated[
+        str | None, _option("c|cu|cl", "The head of a function that computes it, in C, CUDA or OpenCL C.")
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a problem: its parameters, its pipeline and its cases; or its signature alone."""
+    from dispatcher.check import kernelfile
     from dispatcher.problem.loader import load_problem
 
-    described = documents.problem_document(load_problem(problem))
+    loaded = load_problem(problem)
+    head = None if signature is None else kernelfile.signature(loaded, signature)
+    described = documents.problem_document(loaded)
     if as_json:
-        answer("show", described)
+        answer("show", {**described, **({} if head is None else {"signature": head})})
+    elif head is not None:
+        say(head)
     else:
         words.say_problem(described)
 
@@ -348,8 +370,8 @@ def verify_command(
         _option(
             "SET[,SET]...|all",
             "Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
-            "large, small, negative, constant, integers, denormal, one_nan, one_inf. If left out: all, and signed "
-            "where the reference takes long.",
+            "large, small, negative, positive, constant, integers, denormal, one_nan, one_inf. If left out: all, and "
+            "signed and positive where the reference takes long.",
         ),
     ] = None,
     seed: SeedOption = "0",

@@ -1,6 +1,6 @@
 """Our OpenCL backend against PyTorch, ONNX Runtime and OpenVINO on the CPU, problem by problem.
 
-    python bench/cpu_peers.py                 batch 2 (asym-input: batch 1), all problems, all peers
+    python bench/cpu_peers.py                 batch 2 (asym-input: batch 1), five problems, all peers
     python bench/cpu_peers.py --full          the `kernelbench` cases as well
     python bench/cpu_peers.py --table         write README.md's table from the newest results as well
     python bench/cpu_peers.py --table --from bench/results/cpu_peers-2026-01-31.json        without measuring
@@ -237,8 +237,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = common.new_parser("cpu_peers", __doc__, REPEATS)
     names, add = list(dispatcher.problems()), parser.add_argument
-    add("--problems", nargs="+", metavar="NAME", choices=names, default=names,
-        help="problems to measure (default: all)")  # fmt: skip
+    add("--problems", nargs="+", metavar="NAME", choices=names, default=list(common.FIVE),
+        help="problems to measure (default: five)")  # fmt: skip
     add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
         help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
     add("--full", action="store_true", help="measure the kernelbench cases as well")

@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import markdown, plain_parser
-from dispatcher import load_problem, problems
+from bench.common import FIVE, markdown, plain_parser
+from dispatcher import load_problem
 from dispatcher.backends.cuda import toolkit
 from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import Options
@@ -117,7 +117,7 @@ def variants(architecture: int) -> list[Variant]:
     runs += [("sample", "float16", "fp32"), ("sample", "float64", "fp32")]
     found: dict[toolkit.Kernel, Variant] = {}
     for case, dtype, precision in runs:
-        for name in problems():
+        for name in FIVE:
             problem = load_problem(name)
             operator = bind_numbers(problem, {}, "compile", case=case, dtype=dtype, precision=precision)
             program = lower(operator, target, Options())

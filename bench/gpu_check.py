@@ -40,8 +40,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.common import bind_case, plain_parser
-from dispatcher import problems
+from bench.common import FIVE, bind_case, plain_parser
 from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.machine import versions
@@ -111,7 +110,7 @@ def step_sample(case: str) -> Result:
     backend = cuda_backend()
     device = backend.probe()[0]
     result: Result = {}
-    for name in problems():
+    for name in FIVE:
         for precision in ("fp32", "tf32"):
             for algorithm in ("auto", "fma"):
                 op = bind_case(name, case="sample", precision=precision)
@@ -265,7 +264,7 @@ def step_opencl(case: str) -> Result:
     if not gpus:
         return {"skipped": f"no OpenCL GPU: {[device.reason or device.name for device in found]}"}
     result: Result = {"device": gpus[0].name}
-    for name in problems():
+    for name in FIVE:
         small, op = bind_case(name, case="sample"), bind_case(name, case=case)
         tensors = random_tensors(small, 0)
         agrees = verify_result(small, tensors, opencl.compile(small, gpus[0], {})(tensors)).passed
@@ -285,7 +284,7 @@ def steps() -> dict[str, tuple[float, Callable[[str], Result]]]:
     return {
         "device": (30, step_device),
         "tests": (240, step_tests),
-        **{name: (90, partial(step_problem, name=name)) for name in problems()},
+        **{name: (90, partial(step_problem, name=name)) for name in FIVE},
         **{tool: (60, partial(step_sanitizer, tool=tool)) for tool in ("memcheck", "racecheck")},
         "opencl": (60, step_opencl),
         "sample": (60, step_sample),

@@ -23,6 +23,7 @@ from dispatcher.call.compiled import PreparedCall
 from dispatcher.check.comparison import Comparison, poisoned
 from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import checksums, compare_run, compile_for
+from dispatcher.ops.steps import axis_names
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind
@@ -278,18 +279,20 @@ class Axis:
     dilation: int
     output_padding: int
     padding: int
-    ordinary: bool = False  # of an ordinary convolution at stride 1, in the terms of a transposed one
+    ordinary: bool = False  # of an ordinary convolution, which has ``output_padding`` more zeros behind than before
 
     def output(self) -> int:
-        reach = (self.extent - 1) * self.stride + self.dilation * (self.kernel - 1)
-        return reach + self.output_padding + 1 - 2 * self.padding
+        window = self.dilation * (self.kernel - 1)
+        if self.ordinary:
+            return (self.extent + 2 * self.padding + self.output_padding - window - 1) // self.stride + 1
+        return (self.extent - 1) * self.stride + window + self.output_padding + 1 - 2 * self.padding
 
     def make_legal(self) -> None:
-        """Lower the padding until something is left of the output."""
+        """Lower the padding until something is left of the output; raise it for that, of an ordinary convolution."""
         if self.ordinary:
-            self.stride, self.output_padding = 1, 0
-            self.padding = min(self.padding, self.dilation * (self.kernel - 1))
-        if self.output() < 1:
+            window = self.dilation * (self.kernel - 1) + 1
+            self.padding = max(self.padding, (window - self.extent - self.output_padding + 1) // 2)
+        elif self.output() < 1:
             self.padding -= (2 - self.output()) // 2
 
 
@@ -385,10 +388,11 @@ class Conv:
 
     def step(self, weight: str, bias: str | None) -> dict[str, Any]:
         """The pipeline's step."""
-        names = ("dilation",) if self.ordinary else ("stride", "padding", "output_padding", "dilation")
-        fields = {name: [getattr(axis, name) for axis in self.axes] for name in names}
+        names = ("stride", "padding", "output_padding", "dilation")
+        fields: dict[str, Any] = {name: [getattr(axis, name) for axis in self.axes] for name in names}
         if self.ordinary:
-            fields["padding"] = [axis.dilation * (axis.kernel - 1) - axis.padding for axis in self.axes]
+            more = fields.pop("output_padding")
+            fields["padding"] = [[axis.padding, axis.padding + n] for axis, n in zip(self.axes, more, strict=True)]
         return {
             "op": "conv3d" if self.ordinary else "conv_transpose3d",
             "weight": weight,
@@ -398,21 +402,48 @@ class Conv:
         }
 
 
+#: An axis that a problem does not have.
+HIDDEN = Axis(1, 1, 1, 1, 0, 0)
+#: Spatial axes of drawn problems.
+RANKS = st.sampled_from((3, 3, 2, 2, 1))
+
+
 @st.composite
-def convs(draw: st.DrawFn, batches: Sequence[int] = (1, 2, 3)) -> Conv:
-    """A convolution over a drawn input: wide rows, flat planes or cubes."""
+def convs(draw: st.DrawFn, batches: Sequence[int] = (1, 2, 3), rank: int = 3) -> Conv:
+    """A convolution over a drawn input: wide rows, flat planes or cubes; with ones on the axes that ``rank`` lacks."""
     groups, in_channels, out_channels = draw(channel_counts())
-    depth, height, width = draw(st.sampled_from([(4, 4, 70), (3, 9, 20), (6, 6, 6), (1, 1, 70), (20, 2, 3)]))
+    most = draw(st.sampled_from([(4, 4, 70), (3, 9, 20), (6, 6, 6), (1, 1, 70), (20, 2, 3)]))
     conv = Conv(
         draw(st.sampled_from(batches)),
         groups,
         in_channels,
         out_channels,
-        [draw(axes(depth)), draw(axes(height)), draw(axes(width))],
-        draw(st.integers(0, 3)) == 0,
+        [replace(HIDDEN)] * (3 - rank) + [draw(axes(extent)) for extent in most[3 - rank :]],
+        draw(st.booleans()),
     )
     conv.shrink()
     return conv
+
+
+def _of_rank(recipe: Recipe, rank: int) -> Recipe:
+    """A recipe whose first ``3 - rank`` spatial axes are hidden, without these."""
+
+    def shown(parts: Sequence[Any]) -> list[Any]:
+        """Extents, or what a field has for each spatial axis, without the hidden ones."""
+        return [*parts[: max(0, len(parts) - 3)], *parts[max(0, len(parts) - rank) :]]
+
+    def field(key: str, value: Any) -> Any:
+        if key == "op" and value[-2:] == "3d":
+            return f"{value[:-2]}{rank}d"
+        if key == "axis":
+            return ["length" if name == "width" and rank == 1 else name for name in value]
+        return shown(value) if isinstance(value, list) else value
+
+    shapes = {name: shown(shape) for name, shape in recipe.shapes.items()}
+    # An operand may have hidden axes alone.
+    shapes = {name: shape or [1] for name, shape in shapes.items()}
+    steps = [{key: field(key, value) for key, value in step.items()} for step in recipe.pipeline]
+    return Recipe(shapes, steps, recipe.dtype)
 
 
 DTYPES = st.sampled_from(("float32", "float32", "float32", "float64", "float16"))
@@ -421,12 +452,13 @@ DTYPES = st.sampled_from(("float32", "float32", "float32", "float64", "float16")
 @st.composite
 def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recipe:
     """One convolution and nothing else."""
-    conv = draw(convs((1, 2, 3, 1, 2, 3, 1, 2, 3, 0)))
+    rank = draw(RANKS)
+    conv = draw(convs((1, 2, 3, 1, 2, 3, 1, 2, 3, 0), rank))
     shapes: dict[str, Sequence[int]] = {"x": conv.input_shape, "w": conv.weight_shape}
     bias = "b" if draw(st.booleans()) else None
     if bias:
         shapes["b"] = (conv.out_channels,)
-    return Recipe(shapes, [conv.step("w", bias)], draw(dtypes))
+    return _of_rank(Recipe(shapes, [conv.step("w", bias)], draw(dtypes)), rank)
 
 
 # ---- random pipelines --------------------------------------------------------------------------------------
@@ -468,6 +500,7 @@ class Pipeline:
         steps: so far.
         results: named results and the input, with their shapes.
         convolutions: how many there are.
+        rank: spatial axes that are not hidden.
     """
 
     shape: tuple[int, ...]
@@ -475,6 +508,7 @@ class Pipeline:
     steps: list[dict[str, Any]] = field(default_factory=list)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convolutions: int = 0
+    rank: int = 3
 
     def tensor(self, shape: Sequence[int]) -> str:
         """Declare a tensor of ``shape``."""
@@ -514,12 +548,36 @@ def _affine(draw: st.DrawFn, pipeline: Pipeline) -> dict[str, Any]:
     return {name: pipeline.tensor(draw(st.sampled_from(forms))) for name in ("weight", "bias") if draw(st.booleans())}
 
 
+def _general_windows(draw: st.DrawFn, step: dict[str, Any], extents: Sequence[int]) -> list[int]:
+    """Give a pool stride, padding and more; returns how many windows there are on each axis."""
+    window = step["window"]
+    step["stride"] = [draw(st.integers(1, 3)) for _ in window]
+    step["padding"] = [[draw(st.integers(0, size // 2)), draw(st.integers(0, size // 2))] for size in window]
+    step["ceil_mode"] = draw(st.booleans())
+    reach = list(window)
+    if step["op"] == "avg_pool3d":
+        step["count_include_pad"] = draw(st.booleans())
+        if draw(st.integers(0, 3)) == 0:
+            step["divisor"] = draw(st.integers(1, 9))
+    else:
+        spread = [draw(st.integers(1, 3)) if 2 * (size - 1) < n else 1 for size, n in zip(window, extents, strict=True)]
+        step["dilation"] = [min(3 if size == 1 else (n - 1) // (size - 1), each) for size, n, each in
+                            zip(window, extents, spread, strict=True)]  # fmt: skip
+        reach = [each * (size - 1) + 1 for size, each in zip(window, step["dilation"], strict=True)]
+    counts = []
+    for n, size, stride, (before, after) in zip(extents, reach, step["stride"], step["padding"], strict=True):
+        left = n + before + after - size
+        more = step["ceil_mode"] and left % stride != 0 and (left // stride + 1) * stride < n + before
+        counts.append(left // stride + 1 + more)
+    return counts
+
+
 def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
     shape, step = pipeline.shape, {"op": op}
     name = draw(st.integers(0, 2)) == 0
     if op in ("conv3d", "conv_transpose3d"):
         groups, in_channels, out_channels = draw(channel_counts(shape[1]))
-        drawn = [draw(axes(0, n)) for n in shape[2:]]
+        drawn = [replace(HIDDEN)] * (3 - pipeline.rank) + [draw(axes(0, n)) for n in shape[5 - pipeline.rank :]]
         conv = Conv(shape[0], groups, in_channels, out_channels, drawn, op == "conv3d")
         conv.shrink(keep_input=True)
         bias = pipeline.tensor((conv.out_channels,)) if draw(st.booleans()) else None
@@ -545,14 +603,18 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
     elif op in POOLS:
         window = [draw(st.integers(1, min(extent, 4))) for extent in shape[2:]]
         step["window"] = window
-        shape = (*shape[:2], *(n // size for n, size in zip(shape[2:], window, strict=True)))
+        pooled = [n // size for n, size in zip(shape[2:], window, strict=True)]
+        if draw(st.booleans()):
+            pooled = _general_windows(draw, step, shape[2:])
+        shape = (*shape[:2], *pooled)
     elif op in NORMS:
         step |= {"eps": 1e-3, **_affine(draw, pipeline)}
         if op == "group_norm":
             divisors = [g for g in (1, 2, 3, 5, 8, 11, shape[1]) if shape[1] % g == 0]
             step["groups"] = draw(st.sampled_from(divisors))
     elif op in OVER_AXES:
-        subset = sorted(draw(st.sets(st.integers(0, 4), min_size=1)))
+        lacking = range(2, 5 - pipeline.rank)
+        subset = sorted(draw(st.sets(st.integers(0, 4).filter(lambda axis: axis not in lacking), min_size=1)))
         step["axis"] = [AXES[axis] for axis in subset]
         if op == "layer_norm":
             step |= {"eps": 1e-3, **_affine(draw, pipeline)}
@@ -566,19 +628,23 @@ _OPS = st.sampled_from((*POINTWISE, "add", "scale", *POOLS, *POOLS, *OVER_AXES, 
 
 @st.composite
 def pipelines(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Recipe:
-    """A pipeline over the whole vocabulary, with one or two convolutions and steps around them."""
-    conv = draw(convs())
-    pipeline = Pipeline(conv.input_shape, {"x": conv.input_shape})
+    """A pipeline over the whole vocabulary, with one or two convolutions and steps around them, of any rank; a
+    reduction at its end may drop axes."""
+    rank = draw(RANKS)
+    conv = draw(convs(rank=rank))
+    pipeline = Pipeline(conv.input_shape, {"x": conv.input_shape}, rank=rank)
     pipeline.results["x"] = conv.input_shape
     before = [draw(_OPS) for _ in range(draw(st.sampled_from((0, 0, 1, 2))))]
     behind = [draw(_OPS) for _ in range(draw(st.integers(0, 5)))]
-    kinds = st.sampled_from(("conv_transpose3d", "conv_transpose3d", "conv3d"))
+    kinds = st.sampled_from(("conv_transpose3d", "conv3d"))
     ops = [*before, draw(kinds), *behind]
     if draw(st.integers(0, 3)) == 0:
         ops.insert(draw(st.integers(0, len(ops))), draw(kinds))
     for op in ops:
         _add_step(draw, pipeline, op)
-    return Recipe(pipeline.shapes, pipeline.steps, draw(dtypes))
+    if pipeline.steps[-1]["op"] in ("sum", "mean", "max", "min", "log_sum_exp"):
+        pipeline.steps[-1]["keepdim"] = draw(st.booleans())
+    return _of_rank(Recipe(pipeline.shapes, pipeline.steps, draw(dtypes)), rank)
 
 
 def in_dtype(op: Operator, dtype: str) -> Operator:
@@ -588,19 +654,22 @@ def in_dtype(op: Operator, dtype: str) -> Operator:
 
 def _pipeline(op: Operator) -> list[dict[str, Any]]:
     """The pipeline of an operator, as a problem file has it."""
-    steps = []
-    for spec in op.problem.pipeline:
-        fields = {}
-        for key, value in spec.fields.items():
-            names = ("batch", "channel", "depth", "height", "width")
-            if key == "axis":
-                fields[key] = [names[axis] for axis in value]
-            elif isinstance(value, tuple):
-                fields[key] = [part if isinstance(part, int) else part.evaluate({}) for part in value]
-            else:
-                fields[key] = value.evaluate({}) if hasattr(value, "evaluate") else value
-        steps.append({"op": spec.op, **fields})
-    return steps
+
+    def plain(key: str, value: Any) -> Any:
+        if key == "axis":
+            return [
+                name
+                for name, numbers in axis_names(op.problem.rank).items()
+                if numbers[0] in value and name != "spatial"
+            ]
+        if isinstance(value, tuple):
+            return [plain("", part) for part in value]
+        return value.evaluate({}) if hasattr(value, "evaluate") else value
+
+    return [
+        {"op": spec.op, **{key: plain(key, value) for key, value in spec.fields.items()}}
+        for spec in op.problem.pipeline
+    ]
 
 
 def tensors_of(operator: Operator, kind: str = "signed") -> dict[str, np.ndarray]:

@@ -50,7 +50,9 @@ def test_sizes_follow_from_the_tensors_of_every_case(name: str) -> None:
     for case, values in problem.cases.items():
         expected = bind(name, case=case)
         shown = {n for t in problem.tensors for extent in t.shape or () for n in extent.names}
-        hidden = {n: v for n, v in values.items() if n not in shown or n == "groups"}
+        direct = {str(extent) for t in problem.tensors for extent in t.shape or ()}
+        given = {p.name for p in problem.parameters if p.name not in (shown if p.default is None else direct)}
+        hidden = {n: v for n, v in values.items() if n in given}
         tensors = {n: np.broadcast_to(np.float32(0), s) for n, s in expected.tensor_shapes.items()}
         assert bind(name, **tensors, **hidden).key == expected.key, case
 

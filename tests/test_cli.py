@@ -81,7 +81,10 @@ OPERATOR_KEYS = {
 KEYS = {
     "devices": {"devices", "auto"},
     "problems": {"problems"},
-    "show": {*("name", "title", "origin", "path", "tolerance"), *("parameters", "pipeline", "cases", "shorthands")},
+    "show": {
+        *("name", "title", "origin", "note", "rank", "path", "tolerance"),
+        *("parameters", "pipeline", "cases", "shorthands"),
+    },
     "run": {
         *OPERATOR_KEYS,
         *("case", "seed", "device", "skipped", "inputs_s", "compile_s", "first_s", "warm_s"),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dispatcher.problem.loader import problem_names
 from dispatcher.problem.operator import Operator
 from tests.cuda_support import check, compiled, device, machine, operator, simulator_only
+from tests.family import FIVE
 from tests.strategies import tensors_of
 
 ARCHITECTURES = ("7.5", "8.0", "9.0")
@@ -37,7 +37,7 @@ def three_architectures() -> Iterator[None]:
 @simulator_only
 @pytest.mark.usefixtures("three_architectures")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("name", FIVE)
 @pytest.mark.parametrize("index", range(3), ids=[f"sm_{arch.replace('.', '')}" for arch in ARCHITECTURES])
 def test_problem(index: int, name: str, precision: str) -> None:
     op = operator(name, precision=precision)
@@ -47,7 +47,7 @@ def test_problem(index: int, name: str, precision: str) -> None:
         assert [launch.name for launch in compiled(op, index).launches] == wanted
 
 
-@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("name", FIVE)
 def test_problem_on_the_device_at_hand(name: str) -> None:
     device()
     for precision in ("fp32", "tf32"):

@@ -42,10 +42,12 @@ def test_the_readme_s_programs_run(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "reference" in capsys.readouterr().out
 
 
-def test_the_readme_names_every_problem_and_command() -> None:
+def test_the_readme_counts_the_problems_and_names_every_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in dispatcher.problems():
-        assert f"`{name}`" in text
+    found = [dispatcher.load_problem(name).group for name in dispatcher.problems()]
+    assert f"{len(found)} problems" in text
+    for group in set(found):
+        assert f"| `{group}` | {found.count(group)} |" in text
     for command in ("devices", "problems", "show", "run", "explain", "verify", "bench", "doctor"):
         assert f"dispatcher {command}" in text
 

@@ -15,7 +15,8 @@ import pytest
 from dispatcher.backends.numpy_ref import reference
 from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors, varied
 from dispatcher.errors import InputError
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.schema import problem_from_mapping
 from tests.honest import compute
 from tests.strategies import conv_operator, operator_of
 
@@ -54,6 +55,9 @@ DIGESTS = {
     ("negative", "float16"): "6820ad2c931783c5",
     ("negative", "float32"): "3fe8f2d876b34ff2",
     ("negative", "float64"): "8e485f80ba055be6",
+    ("positive", "float16"): "3dd2de2a4084d3be",
+    ("positive", "float32"): "d158187e9df6cee0",
+    ("positive", "float64"): "8d07aceb00d35c42",
     ("constant", "float16"): "cddd70de1d885341",
     ("constant", "float32"): "ab641ec7486f2bd6",
     ("constant", "float64"): "059e61f2f14cf9c6",
@@ -269,6 +273,24 @@ def test_negative_makes_the_convolution_negative() -> None:
         assert result.max() < 0 and result.std() > 0.1
 
 
+def test_positive_makes_the_convolution_positive() -> None:
+    for seed in range(5):
+        result = reference(small(), random_tensors(small(), seed, kind="positive"))
+        assert result.min() > 0 and result.std() > 0.1
+
+
+@pytest.mark.parametrize("shape", [(20,), (2, 3, 20), (2, 3, 5, 20)])
+def test_graded_falls_along_the_spatial_axes_of_any_rank(shape: tuple[int, ...]) -> None:
+    axes = {"x": [f"n{place}" for place in range(len(shape))], "output": "output"}
+    problem = problem_from_mapping(
+        {"name": "test", "rank": max(1, len(shape) - 2), "parameters": axes, "pipeline": ["relu"]}
+    )
+    operator = bind(problem, {f"n{place}": extent for place, extent in enumerate(shape)}, {})
+    graded, signed = (random_tensors(operator, 0, kind=kind)["x"] for kind in ("graded", "signed"))
+    factors = (graded / signed)[(0,) * (len(shape) - 1)]
+    np.testing.assert_array_equal(factors, 0.5 ** (np.arange(20) % 12))
+
+
 def test_which_sets_show_something() -> None:
     def sets(*pipeline: Any) -> set[str]:
         operator = conv_operator((1, 4, 4, 4, 4), 4, (3, 3, 3), after=list(pipeline))
@@ -285,6 +307,7 @@ def test_which_sets_show_something() -> None:
     assert sets(norm) == {"large_mean", "small", "constant"}
     assert sets(norm, "gelu") == {"large_mean", "small", "constant"}
     assert sets("gelu") == {"large_mean", "large"}
+    assert sets({"op": "sum", "axis": "height"}, "relu") == {"large_mean", "integers", "positive"}
     assert sets(softmax) == {"large", "constant"}
     assert next(iter(INPUT_SETS)) == "signed" == meaningful_sets(small())[0]
 

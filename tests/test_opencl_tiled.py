@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
-from dispatcher.problem.loader import load_problem, problem_names
+from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
+from tests.family import FIVE
 from tests.strategies import PLACES, Place, conv_operator, convolutions, pipelines, tensors_of, thorough
 
 pytest.importorskip("pyopencl")
@@ -72,7 +73,7 @@ def launches_of(place: Place, operator: Operator, options: dict[str, Any] | None
 
 # ---- results -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", ["sample", "odd"])
-@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("name", FIVE)
 @pytest.mark.parametrize("limits", [TINY, SMALL], ids=["tiny", "small"])
 @everywhere
 def test_problems_within_limits(place: Place, limits: Limits, name: str, case: str, emulate: Emulate) -> None:
@@ -81,7 +82,7 @@ def test_problems_within_limits(place: Place, limits: Limits, name: str, case: s
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("name", FIVE)
 @everywhere
 def test_other_dtypes_within_tiny_limits(place: Place, name: str, dtype: str, emulate: Emulate) -> None:
     emulate(TINY)
@@ -177,7 +178,7 @@ def test_a_gpu_gets_the_tiled_kernel(place: Place, monkeypatch: pytest.MonkeyPat
     device = next(device for device in BACKEND.probe() if device.id == place.device)
     runtime = BACKEND._runtime(device)
     monkeypatch.setitem(runtime.__dict__, "facts", replace(runtime.facts, cpu=False, vec=1, vec_double=1))
-    for name in problem_names():
+    for name in FIVE:
         operator = operator_for(name, "sample")
         assert "tiled" in [launch.algorithm for launch in launches_of(place, operator, {})]
         agrees(Place(place.device), operator)
@@ -226,7 +227,7 @@ def test_building_ends(allowed: tuple[int, int], built_on: Any) -> None:
 @each_limits
 @pytest.mark.parametrize("itemsize", [4, 8])
 @pytest.mark.parametrize("case", ["sample", "odd", "kernelbench"])
-@pytest.mark.parametrize("name", problem_names())
+@pytest.mark.parametrize("name", FIVE)
 def test_every_tile_keeps_the_limits(name: str, case: str, itemsize: int, limits: Limits) -> None:
     operator = operator_for(name, case)
     for group in groups_of(operator, limits, itemsize):

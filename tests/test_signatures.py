@@ -10,7 +10,8 @@ import pytest
 import dispatcher
 from dispatcher.errors import GeometryError
 from dispatcher.ops.geometry import MAX_PHASES, MAX_TAPS, AxisGeometry
-from dispatcher.problem.schema import INTERFACE_NAMES, SHORTHAND_NAMES
+from dispatcher.problem.arguments import shorthands
+from dispatcher.problem.schema import INTERFACE_NAMES
 
 CALLS = (
     dispatcher.run,
@@ -36,12 +37,9 @@ def test_every_argument_of_the_interface_is_reserved_and_nothing_else() -> None:
     assert names - {"output", "kernel"} == INTERFACE_NAMES  # output may be the result's name, and kernel a tensor's
 
 
-def test_every_shorthand_of_the_bundled_problems_is_reserved() -> None:
-    from dispatcher.problem.arguments import shorthands
-    from dispatcher.problem.loader import load_problem
-
-    used = {name for problem in dispatcher.problems() for name in shorthands(load_problem(problem))}
-    assert used <= SHORTHAND_NAMES
+def test_no_shorthand_of_the_bundled_problems_hides_a_parameter_or_an_argument() -> None:
+    for problem in map(dispatcher.load_problem, dispatcher.problems()):
+        assert not set(shorthands(problem)) & ({parameter.name for parameter in problem.parameters} | INTERFACE_NAMES)
 
 
 @pytest.mark.parametrize(("field", "most"), [("stride", MAX_PHASES), ("kernel", MAX_TAPS)])

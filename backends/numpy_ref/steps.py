@@ -105,13 +105,16 @@ def conv3d(
     padded = np.pad(x, [(0, 0), (0, 0), *(axis.ordinary_padding for axis in geometry.axes)])
     out_group, in_group = geometry.out_channels // geometry.groups, geometry.in_channels // geometry.groups
     y = np.zeros((x.shape[0], *geometry.output_shape[1:]), x.dtype)
+    parts = y.reshape(x.shape[0], geometry.groups, out_group, *y.shape[2:])
     for tap in np.ndindex(*weight.shape[2:]):
         d, h, w = (
             slice(k * axis.dilation, k * axis.dilation + (axis.output - 1) * axis.step + 1, axis.step)
             for k, axis in zip(tap, geometry.axes, strict=True)
         )
         factors = weight[:, :, tap[0], tap[1], tap[2]]
-        for group in range(geometry.groups):
+        if in_group == 1:  # no sum over channels
+            parts += factors.reshape(geometry.groups, out_group, 1, 1, 1) * padded[:, :, None, d, h, w]
+        for group in range(geometry.groups if in_group > 1 else 0):
             ins = slice(group * in_group, (group + 1) * in_group)
             outs = slice(group * out_group, (group + 1) * out_group)
             y[:, outs] += np.moveaxis(np.tensordot(factors[outs], padded[:, ins, d, h, w], (1, 1)), 0, 1)

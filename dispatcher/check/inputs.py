@@ -54,6 +54,16 @@ def _takes_maxima(operator: Operator) -> bool:
     return any(isinstance(step, Pool | Reduce) and step.form.monoid.errors == "selects" for step in operator.steps)
 
 
+def _activates_a_sum(operator: Operator) -> bool:
+    """Is there an activation behind a sum or a minimum along axes, which lies far to one side of zero?"""
+    summed = False
+    for step in operator.steps:
+        summed |= isinstance(step, Reduce) and step.function in ("sum", "min")
+        if summed and isinstance(step, Pointwise) and not step.arguments:
+            return True
+    return False
+
+
 def _saturates(operator: Operator) -> bool:
     """Does a step make one constant of all large values?"""
     return any(
@@ -105,14 +115,14 @@ class InputSet:
     meaningful: Callable[[Operator], bool] = lambda operator: True
 
 
-#: Every set by name. The first is the one that stands for all where only one can be afforded.
+#: Every set by name.
 INPUT_SETS: dict[str, InputSet] = {
     "signed": InputSet(
         "both signs, bell-shaped; the convolution's output has a standard deviation of about 1",
         "no two outputs are alike, a clamp to [0, 1] is active at both ends, rows have a real variance",
     ),
     "graded": InputSet(
-        "like signed, but the pipeline's input halves with each step along depth, height and width, twelve times",
+        "like signed, but the pipeline's input halves with each step along the spatial axes, twelve times",
         "errors that are small beside the largest output but not beside their own (fixed point, FFT)",
     ),
     "large_mean": InputSet(
@@ -138,6 +148,12 @@ INPUT_SETS: dict[str, InputSet] = {
         "maxima that start from zero, or from padding with zeros",
         "a maximum",
         _takes_maxima,
+    ),
+    "positive": InputSet(
+        "positive data and weights, so that the convolution's output is positive",
+        "what an activation makes zero of where values are far below zero, which hides all that comes before it",
+        "an activation behind a sum or a minimum along axes",
+        _activates_a_sum,
     ),
     "constant": InputSet(
         "every element of a tensor is the same",
@@ -182,6 +198,10 @@ INPUT_SETS: dict[str, InputSet] = {
         lambda operator: False,
     ),
 }
+
+
+#: The sets that stand for all where no more can be afforded.
+TELLING_SETS = ("signed", "positive")
 
 
 def meaningful_sets(operator: Operator) -> tuple[str, ...]:
@@ -266,8 +286,8 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
             return _bell(fields, dtype) + number(1000)
         case "large_mean", "weight":  # nearly equal weights, so that the mean is common to all channels
             return (_bell(fields, dtype) * number(1 / 128) + number(1)) * number(use.spread)
-        case "negative", ("data" | "weight" | "term"):
-            spread = number(use.spread if use.role == "data" else -use.spread)
+        case (("negative" | "positive"), ("data" | "weight" | "term")):
+            spread = number(use.spread if kind == "positive" or use.role == "data" else -use.spread)
             return (np.abs(_bell(fields, dtype)) + number(0.25)) * spread
         case "spikes", "data":
             bell = _bell(fields, dtype)
@@ -301,7 +321,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     for name, shape in operator.tensor_shapes.items():
         use = uses.get(name, _Use("term", 0.5))
         tensors[name] = _tensor(shape, np.dtype(operator.dtype), use, seed, name, kind)
-        _finish(tensors[name], use, kind)
+        _finish(tensors[name], use, kind, operator.problem.rank)
     data = tensors[operator.source]
     spike = _HALF_SPIKE if data.dtype == np.float16 else _SPIKE
     odd = {"one_nan": np.nan, "one_inf": np.inf, "spikes": spike}.get(kind)
@@ -352,22 +372,25 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, 
     return result
 
 
-def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
-    """Multiply a signed tensor, in place, by the powers of two that its set asks for."""
+def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
+    """Multiply a signed tensor, in place, by the powers of two that its set asks for; its last ``rank`` axes are
+    spatial."""
     dtype = tensor.dtype.type
     match kind, use.role:
         case "denormal", "data":
             tensor *= dtype(np.finfo(dtype).tiny / 8)
         case "graded", "data":
-            depth, height, width = np.ogrid[tuple(slice(extent) for extent in tensor.shape[2:])]
-            tensor *= np.ldexp(dtype(1), -((depth + height + width) % _GRADES))
+            places = sum(np.ogrid[tuple(slice(extent) for extent in tensor.shape[-rank:])])
+            tensor *= np.ldexp(dtype(1), -(places % _GRADES))
         case "spikes", "data" if tensor.dtype != np.float16:
             tensor[np.abs(tensor) == _HALF_SPIKE] *= dtype(_SPIKE / _HALF_SPIKE)
         case "gaps", "data":
-            height = np.arange(tensor.shape[3])[:, np.newaxis]
-            tensor *= (height % 4 < 2).astype(dtype)
-        case "gaps", "weight" if tensor.shape[3] > 1:
-            tensor[:, ::2, :, 0] = 0
+            rows = np.arange(tensor.shape[-min(rank, 2)]).reshape(-1, *(1,) * (min(rank, 2) - 1))
+            tensor *= (rows % 4 < 2).astype(dtype)
+        case "gaps", "weight" if tensor.ndim == rank + 2:
+            taps = np.moveaxis(tensor, -min(rank, 2), 0)
+            if len(taps) > 1:
+                taps[0][:, ::2] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):

@@ -180,7 +180,7 @@ def verify_kernel(
             :func:`dispatcher.compile`; None and ``auto`` stand for the best of them.
         case: the case that the sizes come from; None when ``arguments`` give them all.
         global_size: work items (threads) along x, y and z: up to three numbers or integer expressions in the
-            problem's sizes, :data:`dispatcher.check.kernelfile.OUTPUT_SIZES` and ``output_elements``, or a text with
+            problem's sizes, ``output_batch``, ``output_width`` and the like, ``output_elements``, or a text with
             commas between them. Rounded up to a multiple of ``local_size``.
         local_size: work items of a group (threads of a block), likewise.
         build_options: for the compiler, as they are, except that relative folders in ``-I`` count from here.

@@ -13,18 +13,25 @@ from typing import Any
 from dispatcher import registry
 from dispatcher.errors import InputError
 from dispatcher.files import NotRegularError, TooLargeError, read_regular
+from dispatcher.ops.steps import axis_names
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
-from dispatcher.problem.userkernel import Kind, UserKernel
+from dispatcher.problem.userkernel import Kind, UserKernel, spelled
 from dispatcher.problem.values import unwrapped
 
 #: Bytes of the largest kernel file: far more than anybody writes.
 LARGEST_FILE = 1 << 24
-#: Names that size expressions may use for the extents of the result besides the problem's own sizes.
-OUTPUT_SIZES = ("output_batch", "output_channels", "output_depth", "output_height", "output_width")
-OUTPUT_ELEMENTS = "output_elements"
+#: The words before a function, and how its language writes parameters of float32 tensors and numbers.
+_LANGUAGES: dict[str, tuple[str, dict[Kind, str]]] = {
+    "c": ("", {"input": "const float*", "output": "float*", "size": "size_t", "double": "double"}),
+    "cu": ("__global__ ", {"input": "const float*", "output": "float*", "size": "size_t", "double": "double"}),
+    "cl": (
+        "__kernel ",
+        {"input": "__global const float*", "output": "__global float*", "size": "ulong", "double": "double"},
+    ),
+}
 
 #: A size as an expression, a number, or several of these: for x, y and z.
 Sizes = str | int | Sequence[str | int]
@@ -71,7 +78,7 @@ def read_kernel(
     local = None if local_size is None else _evaluate("local_size", local_size, names)
     whole = None if global_size is None else _evaluate("global_size", global_size, names)
     if whole is None and not files.host_functions:
-        wanted = f"expected up to three sizes, such as {OUTPUT_ELEMENTS}"
+        wanted = "expected up to three sizes, such as output_elements"
         raise InputError(f"global_size is missing, which {file.suffix} files need; {wanted}")
     if local is None and whole is not None and files.groups_needed:
         raise InputError(f"global_size is given without local_size, which {file.suffix} files need; give both")
@@ -132,6 +139,23 @@ def _printable(file: Path) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def signature(problem: Problem, language: str) -> str:
+    """The head of a function that computes a problem, a parameter a line.
+
+    Args:
+        problem: whose parameters it has.
+        language: ``c``, ``cu`` or ``cl``.
+
+    Raises:
+        InputError: it is another language.
+    """
+    if language not in _LANGUAGES:
+        raise InputError(f"the language is {brief(language)}; expected one of {', '.join(_LANGUAGES)}")
+    before, types = _LANGUAGES[language]
+    lines = [f"{types[kind]} {spelled(name, language)}" for name, kind in _parameters(problem)]
+    return f"{before}void solution(\n    " + ",\n    ".join(lines) + ")"
+
+
 def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
     """Name and kind of each parameter of the problem."""
     kinds: dict[str, Kind] = {"size_t": "size", "double": "double"}
@@ -142,10 +166,11 @@ def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
 
 
 def size_names(operator: Operator) -> dict[str, int]:
-    """What size expressions may use: the extents of the result, and the problem's own sizes."""
-    shape = operator.output_shape
-    extents = dict(zip(OUTPUT_SIZES, shape, strict=True))
-    return {**extents, OUTPUT_ELEMENTS: math.prod(shape), **operator.sizes}
+    """What size expressions may use: the extents of the result, 1 where it drops an axis, and the problem's sizes."""
+    shape = operator.steps[-1].shape
+    axes = {name: axes[0] for name, axes in axis_names(operator.problem.rank).items() if name != "spatial"}
+    extents = {f"output_{name}{'s' if name == 'channel' else ''}": shape[axis] for name, axis in axes.items()}
+    return {**extents, "output_elements": math.prod(shape), **operator.sizes}
 
 
 def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, Progress, part, poisoned, refusal, verify_result, verify_results
-from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
+from dispatcher.check.inputs import INPUT_SETS, TELLING_SETS, meaningful_sets, random_tensors
 from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
@@ -330,10 +330,10 @@ def verify_operators(
 
 def sets_for(operator: Operator, wanted: tuple[str, ...] | None) -> tuple[str, ...]:
     """The sets of inputs that ``operator`` is checked with; ``wanted`` comes from :func:`check_inputs`: all that are
-    meaningful, and where none is named and the reference takes long, the first of them alone."""
+    meaningful, and where none is named and the reference takes long, the telling ones of them alone."""
     meaningful = meaningful_sets(operator)
-    if wanted is None:
-        return meaningful if operator.flops <= SMALL_FLOPS else meaningful[:1]
+    if wanted is None and operator.flops > SMALL_FLOPS:
+        return tuple(name for name in meaningful if name in TELLING_SETS)
     return wanted or meaningful
 
 

@@ -10,7 +10,9 @@ operation that others make up is a builder that appends their steps (:meth:`Bind
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -344,3 +346,38 @@ VOCABULARY: dict[str, Operation] = {
         "log of the sum of exponentials over the named axes",
     ),
 }
+
+
+#: What to write for operations that others have under another name, without underscores, capitals and ranks.
+_ELSEWHERE = {
+    **dict.fromkeys(("swish", "sigmoidlinearunit"), "silu"),
+    **dict.fromkeys(("convolution", "crosscorrelation", "depthwiseconv", "pointwiseconv"), "conv"),
+    **dict.fromkeys(("convtransposed", "transposedconv", "deconv", "deconvolution"), "conv_transpose"),
+    **dict.fromkeys(("multiply", "mul", "scaling"), "scale"),
+    **dict.fromkeys(("bias", "biasadd", "residual", "residualadd", "addition"), "add"),
+    **dict.fromkeys(("sub", "subtraction"), "subtract"),
+    **dict.fromkeys(("div", "division"), "divide"),
+    **dict.fromkeys(("globalavgpool", "globalaveragepool"), "mean with axis: spatial"),
+    "globalmaxpool": "max with axis: spatial",
+    "averagepool": "avg_pool",
+    "clip": "clamp",
+    "relu6": "hardtanh with min: 0 and max: 6",
+    "hardsigmoid": "add with value: 3, hardtanh with min: 0 and max: 6, divide with by: 6",
+    "dropout": "nothing, for there is no dropout outside training",
+    "identity": "nothing",
+    "flatten": "nothing, and name all axes where they are reduced",
+}
+
+
+def near_operation(name: str) -> str:
+    """``; write ...``, or ``; did you mean ...?``, where an operation that is not in the vocabulary is like one that
+    is, else nothing."""
+    names = {re.sub("_", "", each): each for each in VOCABULARY}
+    plain = re.sub("[ _-]", "", name[:100]).lower()
+    rank = re.search(r"[123]d$", plain)
+    stem = re.sub(r"(\d+)d$", "", plain)
+    if stem in _ELSEWHERE:
+        ranked = f"{_ELSEWHERE[stem]}{rank[0] if rank else ''}"
+        return f"; write {ranked if ranked in VOCABULARY else _ELSEWHERE[stem]}"
+    close = difflib.get_close_matches(plain, names, n=1, cutoff=0.75) or [each for each in (stem,) if each in names]
+    return f"; did you mean {names[close[0]]!r}?" if close else ""

@@ -311,23 +311,24 @@ def infer_sizes(
 def _solve(
     tensors: Sequence[Parameter], shapes: Mapping[str, tuple[int, ...]], sizes: dict[str, int], origin: dict[str, str]
 ) -> None:
-    """Add to ``sizes`` what the tensors' shapes show, until nothing new follows."""
+    """Add to ``sizes`` what the tensors' shapes show, the simplest ones first, until nothing new follows."""
+    extents = [
+        (tensor.name, axis, expression) for tensor in tensors for axis, expression in enumerate(tensor.shape or ())
+    ]
+    extents.sort(key=lambda extent: len(extent[2].names))
     found = True
     while found:
         found = False
-        for tensor in tensors:
-            shape = shapes[tensor.name]
-            for axis, (expression, extent) in enumerate(zip(tensor.shape or (), shape, strict=True)):
-                try:
-                    solution = expression.solve(sizes, extent)
-                except InputError as error:
-                    raise InputError(
-                        f"tensor {tensor.name} of shape {shape} does not fit on axis {axis}: {error}"
-                    ) from None
-                if solution is not None:
-                    sizes[solution[0]] = solution[1]
-                    origin[solution[0]] = f"from axis {axis} of tensor {tensor.name}"
-                    found = True
+        for name, axis, expression in extents:
+            shape = shapes[name]
+            try:
+                solution = expression.solve(sizes, shape[axis])
+            except InputError as error:
+                raise InputError(f"tensor {name} of shape {shape} does not fit on axis {axis}: {error}") from None
+            if solution is not None:
+                sizes[solution[0]] = solution[1]
+                origin[solution[0]] = f"from axis {axis} of tensor {name}"
+                found = True
 
 
 def _check_shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from dispatcher.errors import InputError, one_of
+from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.arguments import bind_numbers, parse_assignments
 from dispatcher.problem.loader import load_problem, problem_names
-from dispatcher.problem.messages import brief
+from dispatcher.problem.messages import brief, show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import DTYPES, PRECISIONS, Operator
 
@@ -117,6 +119,34 @@ def bind_problems(
         operator = bind_numbers(problem, arguments, verb, case=chosen, dtype=dtype, precision=precision)
         result[problem.name] = (operator, chosen)
     return list(result.values())
+
+
+def find_problems(word: str, rank: int | None, op: str | None, level: int | None) -> list[Problem]:
+    """The bundled problems that fit.
+
+    Args:
+        word: a part of the name, the title, the origin or the note, in any case.
+        rank: spatial axes.
+        op: a step that the pipeline has; of several that differ in their rank alone, the name without it is any.
+        level: of KernelBench.
+
+    Raises:
+        InputError: there is no such step.
+    """
+    if op is not None and op not in VOCABULARY:
+        raise InputError(f"--op is {show(op)}; expected the name of a step{near_operation(op)}")
+
+    def fits(problem: Problem) -> bool:
+        text = " ".join((problem.name, problem.title, problem.origin, problem.note)).lower()
+        steps = {name for step in problem.pipeline for name in (step.op, re.sub(r"[123]d$", "", step.op))}
+        return (
+            word.lower() in text
+            and rank in (None, problem.rank)
+            and (op is None or op in steps)
+            and (level is None or f"KernelBench level {level} " in problem.origin)
+        )
+
+    return [problem for problem in map(load_problem, problem_names()) if fits(problem)]
 
 
 def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.errors import InputError, suggest
-from dispatcher.problem.messages import name_list, show
+from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.problem.yamlfile import read_yaml
@@ -20,9 +20,14 @@ ProblemLike = str | os.PathLike[str] | Mapping[str, Any] | Problem
 _PROBLEM_FOLDER = Path(__file__).resolve().parent.parent / "problems"
 
 
+@cache  # what comes with the package does not change
+def _bundled_files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(_PROBLEM_FOLDER.rglob("*.yaml"), key=lambda path: path.stem)}
+
+
 def problem_names() -> tuple[str, ...]:
     """Names of the problems that come with the package, sorted."""
-    return tuple(sorted(path.stem for path in _PROBLEM_FOLDER.glob("*.yaml")))
+    return tuple(_bundled_files())
 
 
 def _read_problem(path: Path) -> Problem:
@@ -30,7 +35,7 @@ def _read_problem(path: Path) -> Problem:
     return problem_from_mapping(mapping, path=path, locate=locate)
 
 
-_bundled = cache(_read_problem)  # what comes with the package does not change
+_bundled = cache(_read_problem)
 
 
 def load_problem(problem: ProblemLike) -> Problem:
@@ -54,11 +59,11 @@ def load_problem(problem: ProblemLike) -> Problem:
     text = os.fspath(problem)
     names = problem_names()
     if isinstance(problem, str) and problem in names:
-        return _bundled(_PROBLEM_FOLDER / f"{problem}.yaml")
+        return _bundled(_bundled_files()[problem])
     looks_like_path = "/" in text or "\\" in text or text.lower().endswith((".yaml", ".yml"))
     if looks_like_path or isinstance(problem, os.PathLike) or os.path.isfile(text):
         return _read_problem(Path(text))
     raise InputError(
-        f"there is no problem {show(text)}{suggest(text, names)}; expected one of {name_list(names)}, "
-        "or the path of a problem file (.yaml)"
+        f"there is no problem {show(text)}{suggest(text, names)}; expected one of the {len(names)} that "
+        "`dispatcher problems` lists, or the path of a problem file (.yaml)"
     )

@@ -103,6 +103,11 @@ class Problem:
     rank: int = 3
     note: str = ""
 
+    @property
+    def group(self) -> str:
+        """The folder of its file, which for a bundled problem says what kind of problem it is; empty without a file."""
+        return "" if self.path is None else self.path.parent.name
+
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name, or None."""
         return next((p for p in self.parameters if p.name == name), None)

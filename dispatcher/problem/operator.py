@@ -213,6 +213,13 @@ class _Binder:
             else self.resolve(f"{where}: {field.name}", field, spec.fields[field.name], source, along)
             for field in operation.fields
         }
+        gone = [
+            field.name
+            for field in operation.fields
+            if field.kind == "axes" and fields[field.name] and not set(fields[field.name]) <= set(source.axes)
+        ]
+        if gone:
+            raise InputError(f"{where}: {gone[0]} is an axis that an earlier step dropped; keep it with keepdim: true")
         made = len(self.pipeline.values)
         binding = Binding(spec.op, position, source.value, fields, self.pipeline)
         operation.build(binding)

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 from dispatcher.errors import InputError, ProblemFileError, suggest
 from dispatcher.ops.binding import Field
 from dispatcher.ops.steps import RANKS, SPATIAL_NAMES, axis_names
-from dispatcher.ops.vocabulary import VOCABULARY
+from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.expressions import MAX_VALUE, Expression
 from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
 from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
@@ -32,7 +32,10 @@ INTERFACE_NAMES = frozenset(
 
 _MAX_TEXT = 500  # characters of a title or an origin
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # names of problems and cases
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # names of problems
+_CASE = re.compile(
+    r"(?=.{1,100}$)[A-Za-z0-9][\w.,=<>+-]*( [\w.,=<>+-]+)*", re.ASCII
+)  # such as "N=16, K=3", "C64->128 K3"
 #: A parameter in one line: its type, and the default where there is one.
 _COMPACT = re.compile(r"(?P<unused>unused\s+)?(?P<type>size_t|double)(\s*=\s*(?P<default>[-+.\w]+))?")
 _COMPACT_WANTED = (
@@ -49,6 +52,7 @@ class _ProblemReader:
     def __init__(self, path: Path | None, locate: Locate | None) -> None:
         self.path, self.locate = path, locate
         self.parameters: dict[str, Parameter] = {}
+        self.places: dict[str, KeyPath] = {}  # of the parameters that the file declares
         self.implied: dict[str, None] | None = None  # sizes that shapes name without a declaration, where they may
         self.rank = 3
         self.input_name = ""  # the tensor that the first step reads
@@ -96,9 +100,9 @@ class _ProblemReader:
             raise self.unexpected(keys, value, f"one line of text, {_MAX_TEXT} characters at most")
         return stripped
 
-    def label(self, keys: KeyPath, value: Any) -> str:
-        if not isinstance(value, str) or not _LABEL.fullmatch(value):
-            raise self.unexpected(keys, value, "a name of letters, digits, '-' and '_', 100 at most")
+    def label(self, keys: KeyPath, value: Any, allowed: re.Pattern[str] = _LABEL, others: str = "'-' and '_'") -> str:
+        if not isinstance(value, str) or not allowed.fullmatch(value):
+            raise self.unexpected(keys, value, f"a name of letters, digits, {others}, 100 at most")
         return value
 
     def identifier(self, keys: KeyPath, value: Any) -> str:
@@ -109,7 +113,10 @@ class _ProblemReader:
 
     def choice(self, keys: KeyPath, value: Any, choices: Collection[str]) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise self.fail(keys, f"got {show(value)}; expected one of {name_list(choices)}{suggest(value, choices)}")
+            near = (
+                near_operation(value) if choices is VOCABULARY and isinstance(value, str) else suggest(value, choices)
+            )
+            raise self.fail(keys, f"got {show(value)}; expected one of {name_list(choices)}{near}")
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
@@ -153,9 +160,13 @@ class _ProblemReader:
         places: list[tuple[KeyPath, Any]]
         if isinstance(raw, Mapping):
             self.implied = {}
-            places = [(("parameters", name), self.spelled_out(("parameters", name), name, raw[name])) for name in raw]
+            places = [
+                (("parameters", key), self.spelled_out(("parameters", key), name, raw[key]))
+                for key in raw
+                for name in (re.split(r"\s*,\s*", key) if isinstance(key, str) else [key])  # "height, width: size_t"
+            ]
         else:
-            entries = self.entries(("parameters",), raw, "parameters")
+            entries = self.entries(("parameters",), raw, "parameters, or a mapping")
             places = [(("parameters", index), entry) for index, entry in enumerate(entries)]
         mappings = [entry for _, entry in places if isinstance(entry, Mapping) and entry.get("type") == "size_t"]
         sizes = [entry["name"] for entry in mappings if isinstance(entry.get("name"), str)]
@@ -163,10 +174,10 @@ class _ProblemReader:
             parameter = self.parameter(keys, entry, sizes)
             if parameter.name in self.parameters:
                 raise self.fail((*keys, "name"), f"{parameter.name!r} is declared twice; rename one")
-            self.parameters[parameter.name] = parameter
+            self.parameters[parameter.name], self.places[parameter.name] = parameter, keys
         for name in self.implied or ():
             if name in self.parameters:
-                raise self.fail(("parameters", name), f"{name} is an extent of a shape; expected 'size_t'")
+                raise self.fail(self.places[name], f"{name} is an extent of a shape; expected 'size_t'")
             self.parameters[name] = Parameter(self.identifier(("parameters",), name), "size_t")
         self.implied = None
         outputs = [p.name for p in self.parameters.values() if p.type == "tensor" and not p.const]
@@ -276,15 +287,16 @@ class _ProblemReader:
                 raise self.fail(
                     ("pipeline", index), f"no later step reads the result of {step.op}; remove it or use it"
                 )
-        for place, (name, parameter) in enumerate(self.parameters.items()):
+        for name, place in self.places.items():
+            parameter = self.parameters[name]
             if parameter.unused and name in self.used:
-                raise self.fail(("parameters", name), f"{name} is declared as unused, but it is used; remove 'unused'")
+                raise self.fail(place, f"{name} is declared as unused, but it is used; remove 'unused'")
             expected = parameter.type != "tensor" or parameter.const
             if expected and name not in self.used and not parameter.unused:
                 unused = f"{name} is used by no step and no shape"
-                raise self.fail(
-                    ("parameters", place), f"{unused}; remove it, name it in the pipeline, or declare it as unused"
-                )
+                wanted = "remove it, name it in the pipeline, or declare it as unused"
+                undeclared = [other for other in self.parameters if other not in self.places]
+                raise self.fail(place, f"{unused}; {wanted}{suggest(name, undeclared)}")
         return steps
 
     def step(self, keys: KeyPath, index: int, entry: Any) -> StepSpec:
@@ -415,20 +427,23 @@ class _ProblemReader:
 
     # -- values for parameters
     def scalar_value(self, keys: KeyPath, name: str, number: float) -> float:
-        for where, kind in self.scalar_uses[name]:
+        for where, kind in self.scalar_uses.get(name, ()):  # none, where nothing reads it
             self.in_range(keys, number, kind, f", because {dotted(where)} uses {name}")
         return number
 
     def check_defaults(self) -> None:
-        for index, parameter in enumerate(self.parameters.values()):
+        for name, place in self.places.items():
+            parameter = self.parameters[name]
             if parameter.type == "double" and parameter.default is not None:
-                self.scalar_value(("parameters", index, "default"), parameter.name, parameter.default)
+                self.scalar_value((*place, "default"), name, parameter.default)
 
     def read_cases(self, raw: Any) -> dict[str, Mapping[str, Number]]:
         if not isinstance(raw, Mapping):
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
+        signs = "- _ . , = < > + and single spaces between them"
         return {
-            self.label(("cases",), name): Frozen(self.case(("cases", name), values)) for name, values in raw.items()
+            self.label(("cases",), name, _CASE, signs): Frozen(self.case(("cases", name), values))
+            for name, values in raw.items()
         }
 
     def case(self, keys: KeyPath, raw: Any) -> dict[str, Number]:

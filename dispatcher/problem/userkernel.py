@@ -56,12 +56,8 @@ class UserKernel:
         return UserKernel(**whole)
 
     def declaration(self, types: Mapping[Kind, str]) -> str:
-        """The function's head, such as ``solution(const float* input, size_t width)``.
-
-        Parameters are known by their place; one whose name is a keyword of OpenCL C gets an underscore.
-        """
-        names = [f"{name}_" if name in _KEYWORDS else name for name, _ in self.parameters]
-        typed = [f"{types[kind]} {name}" for name, (_, kind) in zip(names, self.parameters, strict=True)]
+        """The function's head, such as ``solution(const float* input, size_t width)``; see :func:`spelled`."""
+        typed = [f"{types[kind]} {spelled(name)}" for name, kind in self.parameters]
         return f"{self.entry}({', '.join(typed)})"
 
     def source(self) -> str:
@@ -104,10 +100,33 @@ def plain_path(folder: str, scratch: Path) -> str:
     return str(link)
 
 
+def spelled(name: str, language: str = "cl") -> str:
+    """A parameter's name in C (``c``), CUDA (``cu``) or OpenCL C (``cl``): with an underscore where it is a keyword.
+
+    Parameters are known by their place.
+    """
+    return f"{name}_" if name in _KEYWORDS and (language == "cl" or name not in _OPENCL_KEYWORDS) else name
+
+
+#: Words of OpenCL C that are none of C.
+_OPENCL_KEYWORDS = ("kernel", "global", "local", "constant", "private", "half")
 #: Words of C and OpenCL C that a parameter of a problem may well be called.
 _KEYWORDS = frozenset(
     (
-        *("kernel", "global", "local", "constant", "private", "register", "static", "inline", "volatile"),
-        *("double", "float", "half", "int", "long", "short", "default", "switch", "case"),
+        *_OPENCL_KEYWORDS,
+        *(
+            "register",
+            "static",
+            "inline",
+            "volatile",
+            "double",
+            "float",
+            "int",
+            "long",
+            "short",
+            "default",
+            "switch",
+            "case",
+        ),
     )
 )

@@ -41,7 +41,8 @@ def problems_document(problems: Sequence[Problem]) -> dict[str, Any]:
     """The names of problems, and what they are."""
     from dispatcher.problem.messages import picked
 
-    return {"problems": [{**picked(each, "name", "title", "origin"), "cases": list(each.cases)} for each in problems]}
+    fields = ("name", "title", "origin", "rank", "group")
+    return {"problems": [{**picked(each, *fields), "cases": list(each.cases)} for each in problems]}
 
 
 def problem_document(problem: Problem) -> dict[str, Any]:

@@ -62,15 +62,26 @@ def say_diagnosis(diagnosis: Diagnosis) -> None:
 
 # ---- problems ----------------------------------------------------------------------------------------------
 def say_problems(found: Sequence[Problem]) -> None:
-    """Names, titles and cases."""
-    say(table(("PROBLEM", "TITLE", "CASES"), [(p.name, p.title, ", ".join(p.cases)) for p in found]))
+    """Names, titles and cases, group by group; of cases that are the same, the first."""
+    for group in sorted({problem.group for problem in found}):
+        rows = [(each.name, each.title, ", ".join(_cases(each))) for each in found if each.group == group]
+        say(f"{group}:")
+        say(table(("PROBLEM", "TITLE", "CASES"), rows))
+        say("")
+
+
+def _cases(problem: Problem) -> list[str]:
+    """The names of cases, in quotes where they have spaces; of those that are the same, the first."""
+    names = {tuple(values.items()): name for name, values in reversed(list(problem.cases.items()))}
+    return [f'"{name}"' if " " in name else name for name in reversed(list(names.values()))]
 
 
 def say_problem(described: dict[str, Any]) -> None:
     """A problem, from its document."""
     say(f"{described['name']}\n{listing('', [described['title']])}")
-    if described["origin"]:
-        say(listing("", [f"origin: {described['origin']}"]))
+    for key in ("origin", "note"):
+        if described[key]:
+            say(listing("", [f"{key}: {described[key]}"]))
     say("")
     rows = [
         (

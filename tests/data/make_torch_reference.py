@@ -84,6 +84,42 @@ STEPS: dict[str, tuple[dict[str, Any], Step]] = {
         {"weight": "v", "bias": "c", "padding": [1, 0, 2], "dilation": [1, 1, 2], "groups": 2},
         lambda x, t: functional.conv3d(x, t["v"], t["c"], 1, (1, 0, 2), (1, 1, 2), 2),
     ),
+    "conv": (
+        {
+            "weight": "v",
+            "bias": "c",
+            "stride": [2, 1, 2],
+            "padding": [[1, 2], [0, 1], 2],
+            "dilation": [1, 1, 2],
+            "groups": 2,
+        },
+        lambda x, t: functional.conv3d(
+            functional.pad(x, (2, 2, 0, 1, 1, 2)), t["v"], t["c"], (2, 1, 2), 0, (1, 1, 2), 2
+        ),
+    ),
+    "conv_transpose": (
+        {
+            "weight": "v",
+            "stride": [2, 1, 3],
+            "padding": [1, 0, 2],
+            "output_padding": [1, 0, 2],
+            "dilation": [1, 2, 1],
+            "groups": 2,
+        },
+        lambda x, t: functional.conv_transpose3d(x, t["v"], None, (2, 1, 3), (1, 0, 2), (1, 0, 2), 2, (1, 2, 1)),
+    ),
+    "avg_pool": (
+        {"window": [2, 3, 2], "stride": [1, 2, 3], "padding": [1, 1, 0], "ceil_mode": True, "count_include_pad": False},
+        lambda x, t: functional.avg_pool3d(x, (2, 3, 2), (1, 2, 3), (1, 1, 0), True, False),
+    ),
+    "avg_pool3d": (
+        {"window": [2, 3, 2], "stride": 2, "padding": 1, "ceil_mode": True, "divisor": 7},
+        lambda x, t: functional.avg_pool3d(x, (2, 3, 2), 2, 1, True, True, 7),
+    ),
+    "max_pool": (
+        {"window": [2, 2, 3], "stride": [2, 1, 2], "padding": [1, 0, 1], "dilation": [1, 2, 1], "ceil_mode": True},
+        lambda x, t: functional.max_pool3d(x, (2, 2, 3), (2, 1, 2), (1, 0, 1), (1, 2, 1), True),
+    ),
     "divide": ({"by": "t"}, lambda x, t: x / t["t"]),
     "maximum": ({"value": "t"}, lambda x, t: torch.maximum(x, t["t"])),
     "minimum": ({"value": 0.125}, lambda x, t: x.clamp(max=0.125)),

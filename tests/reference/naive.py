@@ -74,18 +74,20 @@ def conv3d(
     weight: np.ndarray,
     bias: np.ndarray | None,
     *,
-    padding: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[Sequence[int]],
     dilation: Sequence[int],
     groups: int,
 ) -> np.ndarray:
+    """Each output is the sum over a window of the input with zeros around it."""
     out_channels, in_group, *taps = weight.shape
     out_group = out_channels // groups
-    sizes = [x.shape[2 + a] + 2 * padding[a] - dilation[a] * (taps[a] - 1) for a in range(3)]
+    sizes = [(x.shape[2 + a] + sum(padding[a]) - dilation[a] * (taps[a] - 1) - 1) // stride[a] + 1 for a in range(3)]
     y = np.zeros((x.shape[0], out_channels, *sizes))
     for n, o, *voxel in places(y.shape):
         products = [0.0 if bias is None else float(bias.reshape(-1)[o])]
         for c, *tap in places((in_group, *taps)):
-            source = [voxel[a] + tap[a] * dilation[a] - padding[a] for a in range(3)]
+            source = [voxel[a] * stride[a] + tap[a] * dilation[a] - padding[a][0] for a in range(3)]
             if all(0 <= source[a] < x.shape[2 + a] for a in range(3)):
                 products.append(float(x[(n, o // out_group * in_group + c, *source)]) * float(weight[(o, c, *tap)]))
         y[(n, o, *voxel)] = math.fsum(products)
@@ -181,21 +183,27 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def pool(x: np.ndarray, function: str, window: Sequence[int]) -> np.ndarray:
-    extents = [extent // size for extent, size in zip(x.shape[2:], window, strict=True)]
-    y = np.zeros((*x.shape[:2], *extents))
+def pool(x: np.ndarray, step: Pool) -> np.ndarray:
+    """What a window makes of the places of the input that lie in it; its other places are padding."""
+    y = np.zeros(step.shape)
     for n, c, *voxel in places(y.shape):
-        values = [float(x[(n, c, *(voxel[a] * window[a] + tap[a] for a in range(3)))]) for tap in places(window)]
-        y[(n, c, *voxel)] = max(values) if function == "max" else math.fsum(values) / len(values)
+        values, padded = [], 0
+        for tap in places(step.window):
+            place = [voxel[a] * step.stride[a] - step.padding[a][0] + tap[a] * step.dilation[a] for a in range(3)]
+            if all(0 <= place[a] < x.shape[2 + a] for a in range(3)):
+                values.append(float(x[(n, c, *place)]))
+            padded += all(place[a] < x.shape[2 + a] + step.padding[a][1] for a in range(3))
+        count = step.divisor or (padded if step.count_padding else len(values))
+        y[(n, c, *voxel)] = max(values) if step.function == "max" else math.fsum(values) / count
     return y
 
 
 def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
     """The result of the whole pipeline, float64."""
-    values = [np.asarray(tensors[operator.source], np.float64)]
+    values = [np.asarray(tensors[operator.source], np.float64).reshape(operator.steps[0].input_shape)]
 
     def tensor(operand: TensorOperand | None) -> np.ndarray | None:
-        return None if operand is None else np.asarray(tensors[operand.name], np.float64)
+        return None if operand is None else np.asarray(tensors[operand.name], np.float64).reshape(operand.shape)
 
     def read(operand: Operand, place: Index) -> float:
         if isinstance(operand, ScalarOperand):
@@ -215,7 +223,8 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
                     x,
                     kernel,
                     tensor(step.bias),
-                    padding=[axis.dilation * (axis.kernel - 1) - axis.padding for axis in geometry.axes],
+                    stride=[axis.step for axis in geometry.axes],
+                    padding=[axis.ordinary_padding for axis in geometry.axes],
                     dilation=[axis.dilation for axis in geometry.axes],
                     groups=geometry.groups,
                 )
@@ -237,8 +246,8 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
                 return normalize(x, step.axes, step.groups, step.eps, tensor(step.weight), tensor(step.bias))
             case Softmax(axes=axes):
                 return softmax(x, axes)
-            case Pool(function=pooling, window=window):
-                return pool(x, pooling, window)
+            case Pool():
+                return pool(x, step)
             case Reduce(function=reduction, axes=axes):
                 y = np.zeros([1 if axis in axes else extent for axis, extent in enumerate(x.shape)])
                 for line in along(x, axes):
@@ -248,4 +257,4 @@ def run(operator: Operator, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
 
     for step in operator.steps:
         values.append(compute(step, values[step.source]))
-    return values[-1]
+    return values[-1].reshape(operator.output_shape)
