@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dispatcher.backends.numpy_ref import reference
-from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
+from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors, varied
 from dispatcher.errors import InputError
 from dispatcher.problem.operator import Operator
 from tests.honest import compute
@@ -280,3 +280,20 @@ def test_integers_are_exact_where_they_are_meaningful() -> None:
         assert "integers" in meaningful_sets(operator)
         tensors = random_tensors(operator, 0, kind="integers")
         np.testing.assert_array_equal(compute(operator, tensors), reference(operator, tensors))
+
+
+def test_varied_tensors_are_new_or_nearly_the_same() -> None:
+    generator = np.random.default_rng(3)
+    shapes = {"input": (4, 8, 5, 6, 7), "scale": (1, 6, 1, 1, 1)}
+    tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    before = {name: array.copy() for name, array in tensors.items()}
+    new, near, both = (varied(tensors, steps) for steps in ([("new", 1)], [("near", 1)], [("new", 1), ("near", 1)]))
+    for name, array in tensors.items():
+        assert np.array_equal(array, before[name])
+        assert not np.isin(new[name], array).any()
+        assert np.array_equal(np.sort(near[name], axis=None), np.sort(array, axis=None))
+        assert np.array_equal(varied(new, [("near", 1)])[name], both[name])
+    assert 8 <= (near["input"] != tensors["input"]).sum() <= 32
+    assert 8 <= (both["input"] != new["input"]).sum() <= 32
+    assert not np.isin(varied(tensors, [("new", 2)])["input"], new["input"]).any()
+    assert all(array is tensors[name] for name, array in varied(tensors, []).items())

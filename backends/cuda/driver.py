@@ -27,7 +27,7 @@ import numpy as np
 
 from dispatcher.backends.cuda import toolkit
 from dispatcher.device.filecache import Turns
-from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError, install
 from dispatcher.problem.dlpack import KDL_CUDA, capsule
 
 _ALIGNMENT = 256
@@ -49,7 +49,7 @@ def load() -> Any:
             raise DeviceError(
                 f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver, then PyCUDA"
             ) from error
-        raise DeviceError("PyCUDA is not installed; pip install 'kernel-dispatcher[cuda]'")
+        raise DeviceError(f"PyCUDA is not installed; {install('cuda')}")
     try:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:
@@ -111,7 +111,9 @@ def footprint() -> str:
     with suppress(OSError):  # there only where NVIDIA's kernel module is loaded
         version = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     settings = sorted(
-        (name, value) for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_", "LD_"))
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(("CUDA_", "NVIDIA_", "NVCC_", "DISPATCHER_NVCC", "LD_"))
     )
     return repr((version, settings))
 

@@ -8,9 +8,9 @@ exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
+from dispatcher.problem.arrays import with_own_error_state
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.values import seed_value
 
 Role = Literal["data", "weight", "factor", "term"]
 
@@ -174,17 +176,6 @@ _BLOCK = 1 << 16  # elements made at once
 _GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
 
 
-def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an int.
-
-    Raises:
-        InputError: it is not an integer, or not in ``0 <= seed < 2**64``.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**64:
-        raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1")
-    return int(seed)
-
-
 @dataclass(frozen=True)
 class _Use:
     """What a tensor is used for, and the factor that brings bell-shaped numbers to the right spread."""
@@ -264,6 +255,7 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
     return bell * number(use.spread)
 
 
+@with_own_error_state
 def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
     """Make every input tensor of ``operator``.
 
@@ -278,7 +270,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     Raises:
         InputError: ``seed`` or ``kind`` is not as it should be.
     """
-    seed = check_seed(seed)
+    seed = seed_value("seed", seed)
     if kind not in INPUT_SETS:
         raise InputError(f"kind is {kind!r}; expected one of {', '.join(INPUT_SETS)}")
     uses = _uses(operator)
@@ -291,6 +283,35 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     if kind in ("one_nan", "one_inf") and data.size:
         data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
     return tensors
+
+
+def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) -> dict[str, np.ndarray]:
+    """Other tensors of the same kind, at the cost of a few copies.
+
+    Args:
+        tensors: by name.
+        steps: of what is done to each tensor, one after another: ``new`` shifts its elements round and multiplies all
+            by one factor, so that no value stays; ``near`` makes a few elements change places, so that sums stay. With
+            each goes the seed of what is random about it, from 0 to 2**64 - 1.
+
+    Returns:
+        C-contiguous arrays of the same shapes and dtypes; without steps, the same ones.
+    """
+    result = dict(tensors)
+    for (way, seed), name in itertools.product(steps, tensors):
+        array = result[name]
+        generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if way == "new":
+            shift, fraction = (int(raw) for raw in generator.random_raw(2))
+            result[name] = np.roll(array, shift % array.size)
+            with np.errstate(all="ignore"):
+                result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
+        else:
+            count = 2 * min(4 * len(array), array.size // 256)
+            places = np.unique(generator.random_raw(count) % array.size)
+            result[name] = array.copy()
+            result[name].flat[places] = np.roll(array.flat[places], 1)
+    return result
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:

@@ -5,7 +5,7 @@ A device request is ``auto``, a backend (``opencl``: its first available device)
 preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
 environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
 reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
-measured speed.
+measured speed, in their order where these are the same within the spread of the readings.
 
 Before this process opens a device, a child process tries it out (see :mod:`dispatcher.device.selftest`); one that
 does not survive that counts as unavailable.
@@ -37,8 +37,10 @@ from dispatcher.errors import (
     InputError,
     KernelError,
     first_line,
+    suggest,
 )
 from dispatcher.interface import Backend, Device, Executable
+from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import Operator
 
 ENVIRONMENT = "DISPATCHER_DEVICE"
@@ -150,6 +152,14 @@ def devices(*, retest: bool = False) -> list[Device]:
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
 
 
+def usable_devices() -> list[Device]:
+    """The usable ones among :func:`devices`; with a warning where a fork took some from this process."""
+    found = devices()
+    for device in found:
+        _passed_over(device.id, device.reason or "")
+    return [device for device in found if device.available]
+
+
 def backend_devices(name: str) -> tuple[Device, ...]:
     """The devices of one backend, looked for and tried out once in a process.
 
@@ -243,7 +253,7 @@ def parse_request(device: str | Device | None, together: Sequence[str | Device] 
         return _parse_together(device.members)
     if together is not None:
         if device is not None:
-            raise InputError(f"device is {device!r} and devices {together!r}; give one of them")
+            raise InputError(f"device is {brief(device)} and devices {brief(together)}; give one of them")
         return _parse_together(together)
     origin = "device"
     if isinstance(device, Device):
@@ -253,21 +263,21 @@ def parse_request(device: str | Device | None, together: Sequence[str | Device] 
         origin = ENVIRONMENT if device else origin
         device = device or "auto"
     if not isinstance(device, str):
-        raise InputError(f"device is {device!r}; expected a text such as 'auto', 'opencl' or 'cuda:0'")
+        raise InputError(f"device is {brief(device)}; expected a text such as 'auto', 'opencl' or 'cuda:0'")
     return Request(device, origin, tuple(_parse_term(device, origin, term) for term in device.split(",")))
 
 
 def _parse_together(together: Sequence[str | Device]) -> Request:
     """The request for several devices used as one."""
     if isinstance(together, str) or not isinstance(together, Sequence) or not together:
-        raise InputError(f"devices is {together!r}; expected a list such as ['opencl:0', 'opencl:1']")
+        raise InputError(f"devices is {brief(together)}; expected a list such as ['opencl:0', 'opencl:1']")
     texts = [each.id if isinstance(each, Device) else each for each in together]
     for text in texts:
         if not isinstance(text, str):
-            raise InputError(f"devices holds {text!r}; expected texts such as 'opencl:0'")
+            raise InputError(f"devices holds {brief(text)}; expected texts such as 'opencl:0'")
     members = tuple(_parse_term(text, "devices", text) for text in texts)
     if any(name in ("auto", ALL_OF) for name, _ in members):
-        raise DeviceError(f"devices is {texts}; expected names of single devices, such as 'opencl:0'")
+        raise DeviceError(f"devices is {brief(texts)}; expected names of single devices, such as 'opencl:0'")
     return Request("+".join(texts), "devices", ((ALL_OF, ""),), members)
 
 
@@ -285,11 +295,11 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
     elif name == ALL_OF:
         wrong = f"{ALL_OF}: wants the name of a backend"
     else:
-        wrong = f"there is no backend {name!r}" if name else "a name is missing"
-    backends = ", ".join(registry.BACKENDS)
+        wrong = f"there is no backend {brief(name)}" if name else "a name is missing"
+    backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
     raise DeviceError(
-        f"{origin} is {text!r}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
+        f"{origin} is {brief(text)}: {wrong}; expected auto or one of {backends}, which may be followed by "
+        f":index or :part-of-a-name, all-of:backend, or several of these with commas{meant}"
     )
 
 
@@ -313,9 +323,16 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield label, str(error)
+            yield _passed_over(label, str(error))
         else:
             yield device.id, device
+
+
+def _passed_over(label: str, reason: str) -> Candidate:
+    """A part of a request that gives no device; a warning too, where a fork took it from this process."""
+    if any(text in reason for text in _forked_with.values()):
+        warnings.warn(f"{label} is passed over: {reason}", FallbackWarning, stacklevel=2)
+    return label, reason
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -328,9 +345,9 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield label, device.reason or "it is not available"
+                    yield _passed_over(label, device.reason or "it is not available")
             usable = [device for device in tried if device.available and device.kind == kind]
-            for device in sorted(usable, key=selftest.speed, reverse=True):
+            for device in selftest.fastest_first(usable):
                 yield device.id, device
 
 
@@ -370,10 +387,12 @@ def _find(backend: str, selector: str) -> Device:
     else:
         matches = [device for device in found if selector.lower() in device.name.lower()]
         if not matches:
-            raise DeviceError(f"no {backend} device has {selector!r} in its name; expected one of {_names(found)}")
+            raise DeviceError(f"no {backend} device has {brief(selector)} in its name; expected one of {_names(found)}")
         matches = [device for device in matches if device.available] or matches
         if len(matches) > 1:
-            raise DeviceError(f"{selector!r} is in the name of {len(matches)} devices: {_names(matches)}; name one")
+            raise DeviceError(
+                f"{brief(selector)} is in the name of {len(matches)} devices: {_names(matches)}; name one"
+            )
     match = tested(matches[0])
     if not match.available:
         raise DeviceError(f"{match.id} ({match.name}) is not usable: {match.reason}")
