@@ -132,6 +132,9 @@ class Executable(Protocol):
             output: where to put the result (C-contiguous, right shape and dtype), or None for a new array.
             timings: filled in when given.
 
+        An exception may break it off at any point (``KeyboardInterrupt``, ``MemoryError``). Nothing is in flight any
+        more then, and the next call is right.
+
         Raises:
             KernelError: a kernel failed; the message names it.
         """

@@ -7,7 +7,9 @@ import linecache
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +42,7 @@ BUILD_OPTIONS = ("-cl-std=CL1.2",)
 MOST_PROGRAMS = 512
 #: What :func:`first_error` says of a log without one.
 NO_MESSAGE = "no message"
+_QUIET = ("ignore", None, cl.CompilerWarning, None, 0)
 _NO_LOG = "<error retrieving log>"  # PyOpenCL's words
 
 
@@ -66,13 +69,21 @@ def build(program: Any, options: Sequence[str] = ()) -> Any:
     PyOpenCL's own ``build`` adds some, among them those of the environment variable ``PYOPENCL_BUILD_OPTIONS``, and
     it keeps a cache, in which a process that is killed while it writes blocks all others.
 
+    PyOpenCL's warning that the compiler said something is left out. ``warnings.catch_warnings`` would undo, or keep for
+    good, what other threads do to the filters meanwhile.
+
     Args:
         program: a ``pyopencl._cl._Program``.
 
     Raises:
         pyopencl.RuntimeError: the compiler refused it; the message has its log.
     """
-    return cl.Program(program.build(" ".join(options).encode()))
+    warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
+    try:
+        return cl.Program(program.build(" ".join(options).encode()))
+    finally:
+        with suppress(ValueError):  # another thread has put back the filters of an earlier time
+            warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
 
 class Kernel:
