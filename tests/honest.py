@@ -55,7 +55,7 @@ def compute(
     """
     if working is None:
         working = np.float64 if operator.dtype == "float64" else np.float32
-    values = [tensors[operator.source].astype(working)]
+    values = [tensors[operator.source].astype(working).reshape(operator.steps[0].input_shape)]
 
     def fetch(operand: Any) -> Any:
         if hasattr(operand, "name"):
@@ -67,4 +67,4 @@ def compute(
             operands = [fetch(operand) for operand in step.operands]
             value = steps[type(step)](step, values[step.source], *operands)
             values.append(np.ascontiguousarray(value.astype(working)))
-        return values[-1].astype(operator.dtype)
+        return values[-1].astype(operator.dtype).reshape(operator.output_shape)

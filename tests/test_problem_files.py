@@ -364,9 +364,11 @@ def test_the_recipes_of_the_guide_work() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", recipes, re.DOTALL)
     assert len(blocks) == 7
     for block in blocks:
-        mapping = yaml.safe_load(RECIPE) | {"pipeline": yaml.safe_load(block)}
-        shapes = mapping["parameters"]
-        mapping["parameters"] = {name: shapes[name] for name in shapes if name in ("input", "output") or name in block}
+        pipeline = yaml.safe_load(block)
+        named = {"input", "output"}.union(*(step.values() for step in pipeline if isinstance(step, dict)))
+        mapping = yaml.safe_load(RECIPE)
+        parameters = {name: value for name, value in mapping["parameters"].items() if name in named}
+        mapping |= {"pipeline": pipeline, "parameters": parameters}
         problem = load_problem(mapping)
         sizes = {size.name: RECIPE_SIZES[size.name] for size in problem.sizes}
         operator = bind(problem, sizes, {})
