@@ -626,7 +626,7 @@ def test_settings_of_torch_are_put_back(
 
     def array(value: np.ndarray) -> Any:
         tensor = flags(numpy=lambda: right(value))
-        tensor.to = tensor.contiguous = tensor.cpu = lambda *a, **b: tensor
+        tensor.to = tensor.contiguous = tensor.cpu = tensor.reshape = lambda *a, **b: tensor
         return tensor
 
     def right(value: np.ndarray) -> np.ndarray:
