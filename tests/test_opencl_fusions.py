@@ -287,7 +287,7 @@ def lowered(operator: Operator, **options: Any) -> list[Any]:
 def test_lowering_needs_no_device() -> None:
     conv, mean = lowered(STATISTICS["mean_of_batch_norm"].operator())
     assert conv.arguments[0] == Value(0)
-    assert mean.arguments[0] == conv.arguments[3] == Rows(1, 2 * 2 * 6 * 7 * 9)
+    assert mean.arguments[0] == conv.arguments[3] == Rows(1, 3 * 2 * 6 * 7 * 9)
     assert Value(1) not in conv.arguments and Value(1) not in mean.arguments
     assert mean.output == 4 and "op_add" in mean.text and "op_" not in conv.text
 
