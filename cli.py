@@ -229,7 +229,7 @@ def show_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a problem: its parameters, its pipeline and its cases; or its signature alone."""
+    """Show a problem: parameters, pipeline and cases, or a C signature."""
     from dispatcher.check import kernelfile
     from dispatcher.problem.loader import load_problem
 

@@ -366,7 +366,7 @@ def comparison(opencl_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> tu
     """This checkout against itself, on a bundled problem and on a problem file."""
     folder = tmp_path_factory.mktemp("compare")
     bundled = "conv-transpose3d-layernorm-gelu-scaling"
-    text = (ROOT / "problems" / f"{bundled}.yaml").read_text(encoding="utf-8")
+    text = next((ROOT / "problems").rglob(f"{bundled}.yaml")).read_text(encoding="utf-8")
     (folder / "other.yaml").write_text(text.replace(f"name: {bundled}", "name: other"), encoding="utf-8")
     return run_program(
         "compare_checkouts.py",
