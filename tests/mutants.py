@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,11 @@ class MutantBackend(FakeBackend):
         """An executable with the fault."""
         return self.executable(self, operator)
 
+
+CENTRED = "conv-2d"
+DEPTHWISE = "conv-depthwise-2d-square-input-sq-kernel"
+PADDED_POOL = "conv-transpose3d-maxpool-softmax-subtract-swish-max"
+MIN_SUM = "conv-transpose2d-min-sum-gelu-add"
 
 ALL = tuple(Target(problem) for problem in (CONV, SOFTMAX, LAYERNORM, MAXMAX, SUM))
 PAIR = (Target(CONV), Target(SUM))
@@ -423,7 +428,7 @@ def softmax_without_tail(step: Softmax, x: Array) -> Array:
 def other_pool(step: Pool, x: Array) -> Array:
     """Maximum and mean are confused."""
     other = MEAN if step.form is MAXIMUM else MAXIMUM
-    return reference_steps.pool(Pool(step.op, 0, step.input_shape, step.shape, other, step.window), x)
+    return reference_steps.pool(replace(step, form=other), x)
 
 
 def pool_with_divisor(step: Pool, x: Array) -> Array:
@@ -587,7 +592,7 @@ MUTANTS: dict[str, Mutant] = {
     "max_drops_nan": Mutant(
         "a maximum drops NaN",
         (on(MAXMAX, "one_nan"),),
-        stepwise(Pool=lambda step, x: reference_steps.windows(step, x, np.fmax)),
+        stepwise(Pool=lambda step, x: reference_steps.windows(step, x, np.fmax, -np.inf)),
     ),
     "sum_before_pools": Mutant("the sum comes before the pools", (on(MAXMAX),), sum_before_pools()),
     "truncated_sum": Mutant("the sum leaves out the last channel", (on(MAXMAX),), stepwise(Reduce=truncated_sum)),
@@ -627,9 +632,43 @@ MUTANTS: dict[str, Mutant] = {
     ),
 }
 
+#: Faults of ordinary convolutions, of windows that reach beyond the input, and of reductions before an activation.
+MUTANTS |= {
+    "flipped_kernel": Mutant(
+        "the kernel of an ordinary convolution is flipped",
+        (on(CENTRED, case="odd"), on(DEPTHWISE, case="odd")),
+        conv_of(lambda x, w: (x, w[..., ::-1, ::-1])),
+    ),
+    "turned_kernel": Mutant(
+        "height and width of the kernel are swapped",
+        (on(DEPTHWISE, case="sample"),),
+        conv_of(lambda x, w: (x, w.swapaxes(3, 4))),
+    ),
+    "window_off_centre": Mutant(
+        "a padded window begins one place too far to the right",
+        (on(CENTRED, case="odd"), on(DEPTHWISE, case="odd")),
+        conv_of(lambda x, w: (np.roll(x, -1, 4), w)),
+    ),
+    "padding_is_zero": Mutant(
+        "a maximum takes in padding as zeros",
+        (on(PADDED_POOL, "negative", case="odd"),),
+        stepwise(Pool=lambda step, x: reference_steps.windows(step, x, np.maximum, 0.0)),
+    ),
+    "min_without_last_channel": Mutant(
+        "a minimum over channels leaves out the last one",
+        (on(MIN_SUM, "positive"),),
+        stepwise(Reduce=lambda step, x: reference_steps.reduce(step, x[:, :-1] if step.function == "min" else x)),
+    ),
+}
 
 #: What the table in the guide calls each problem.
-LABELS = {CONV: "conv", SOFTMAX: "softmax", LAYERNORM: "layernorm", MAXMAX: "maxmax", SUM: "sum"}
+LABELS = {
+    CENTRED: "centred",
+    DEPTHWISE: "depthwise",
+    PADDED_POOL: "padded pool",
+    MIN_SUM: "min and sum",
+    **{CONV: "conv", SOFTMAX: "softmax", LAYERNORM: "layernorm", MAXMAX: "maxmax", SUM: "sum"},
+}
 
 
 def describe(target: Target) -> str:

@@ -480,6 +480,7 @@ assert {op for op, operation in VOCABULARY.items() if operation.rank in (None, 3
     "conv_transpose",
     "avg_pool",
     "max_pool",
+    *(f"adaptive_{kind}_pool{rank}" for kind in ("avg", "max") for rank in ("", "3d")),
 }
 
 NUMBERS = st.sampled_from((-1.75, -0.5, -0.0, 0.25, 1.0, 1.5, 2.0))

@@ -427,7 +427,7 @@ name: compact
 note: a line for people
 parameters:
   input: [batch, channels, height, width]
-  weight, other: [out, channels / groups, kernel, 3]
+  weight, other: [out, channels / groups, taps, 3]
   output: output
   stride_h, stride_w: size_t = 2
   groups: size_t = 1
@@ -438,7 +438,7 @@ pipeline:
   - {op: conv, weight: other, padding: same, groups: groups}
   - {op: scale, by: factor}
 cases:
-  "N=1, C=4 K3->3": {batch: 1, channels: 4, height: 9, width: 8, out: 4, kernel: 3, factor: 2}
+  "N=1, C=4 K3->3": {batch: 1, channels: 4, height: 9, width: 8, out: 4, taps: 3, factor: 2}
 """
 
 
@@ -446,7 +446,7 @@ def test_parameters_may_be_written_compactly(write: Any) -> None:
     problem = load_problem(write(COMPACT))
     assert [p.name for p in problem.parameters] == [
         *("input", "weight", "other", "output", "stride_h", "stride_w", "groups", "idle", "factor"),
-        *("batch", "channels", "height", "width", "out", "kernel"),  # as the shapes name them, behind all others
+        *("batch", "channels", "height", "width", "out", "taps"),  # as the shapes name them, behind all others
     ]
     assert (problem.rank, problem.note) == (2, "a line for people")
     assert problem.parameter("stride_w").default == 2 and problem.parameter("idle").unused  # type: ignore[union-attr]
@@ -462,7 +462,8 @@ def test_parameters_may_be_written_compactly(write: Any) -> None:
         ("size_t = 2", "int = 2", 7, ("parameters.stride_h, stride_w", "'int = 2'")),
         ("size_t = 2", "size_t = 2.5", 7, ("default", "2.5", "integer")),
         ("stride_h, stride_w:", "stride_h, stride_h:", 7, ("'stride_h' is declared twice",)),
-        ("factor: double", "factor: double\n  kernel: double", 11, ("kernel is an extent", "size_t")),
+        ("factor: double", "factor: double\n  taps: double", 11, ("taps is an extent", "size_t")),
+        ("groups, taps, 3]", "groups, kernel, 3]", 3, ("'kernel' is an argument of the Python interface",)),
         ("idle: unused double = 0.5", "idle: double = 0.5", 9, ("idle is used by no step", "unused")),
         ("groups: size_t = 1", "groups: unused size_t = 1", 8, ("groups is declared as unused, but it is used",)),
         ("[0, [1, 2]]", "[0, [1, 2, 3]]", 12, ("padding[1]", "a list of 3", "pair")),

@@ -128,6 +128,7 @@ def test_axes_are_dropped_and_named_by_rank() -> None:
             [{"op": "max", "axis": "channel", "keepdim": False, "as": "m"}, {"op": "add", "from": "x", "value": "m"}],
             "only one of it and the step's input has all axes; keep them with keepdim: true",
         ),
+        ([{"op": "adaptive_max_pool", "size": [2, 3]}], "size on axis width is 3; it must divide the input's 5"),
         ([{"op": "add", "value": "c"}], "value has extent 3 on axis width; expected 1 or 5"),
         ([{"op": "avg_pool", "window": 3, "padding": 2}], "padding on axis height is 2; it must be at most half"),
         (

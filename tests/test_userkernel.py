@@ -574,10 +574,13 @@ def test_one_of_several_devices_may_not_be_able_to(write: Write, monkeypatch: py
         outcomes(unable, unable)
 
 
+OUTPUT_SIZES = ("output_batch", "output_channels", "output_depth", "output_height", "output_width")
+
+
 def test_the_names_of_sizes() -> None:
     problem = load_problem(MAXMAX)
     names = size_names(bind_arguments(problem, sort_arguments(problem, {}), case="sample"))
-    assert [names[name] for name in kernelfile.OUTPUT_SIZES] == [2, 1, 2, 2, 3]
+    assert [names[name] for name in OUTPUT_SIZES] == [2, 1, 2, 2, 3]
     assert names["output_elements"] == 24
     assert names["out_channels"] == 6
 
@@ -802,7 +805,7 @@ def test_the_guide_s_python_runs(write: Write, device: str, monkeypatch: pytest.
 def test_the_guide_names_every_verdict_and_option() -> None:
     from typing import get_args
 
-    for name in (*get_args(judging.Outcome), *kernelfile.OUTPUT_SIZES, kernelfile.OUTPUT_ELEMENTS):
+    for name in (*get_args(judging.Outcome), *OUTPUT_SIZES, "output_length", "output_elements"):
         assert f"`{name}`" in GUIDE
     for option in ("entry", "global-size", "local-size", "build-option", "timeout", "inputs", "repeat", "kernel"):
         assert f"--{option}" in GUIDE

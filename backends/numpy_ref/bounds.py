@@ -192,7 +192,11 @@ class _Rules:
         if form.rounding is not None:
             error += unit * form.rounding(x.value)
         if form.slope is not None:
-            return error + form.slope * sum((argument.error for argument in arguments), x.error)
+            for argument in arguments:
+                # Many elements share the error of one that is stretched; it counts double, since no norm averages it.
+                shared = 1 < argument.value.size < y.size
+                error = error + form.slope * (2.0 if shared else 1.0) * argument.error
+            return error + form.slope * x.error
         if form.name == "scale":  # exactly, also where errors are smaller than float64 resolves
             (by,) = arguments
             return error + np.abs(by.value) * x.error + (np.abs(x.value) + x.error) * by.error

@@ -110,14 +110,16 @@ class FileCache:
 
     def get(self, key: str) -> bytes | None:
         """The entry of ``key``, or None when there is no intact one."""
-        return _read(self._path(key))
+        with contextlib.suppress(NoHomeError):
+            return _read(self._path(key))
+        return None
 
     def entries(self) -> Iterator[tuple[Path, bytes]]:
         """Every intact entry, with the file that it is in."""
-        for path in sorted(self.folder.glob("*")):
-            data = _read(path)
-            if data is not None:
-                yield path, data
+        with contextlib.suppress(NoHomeError):
+            for path in sorted(self.folder.glob("*")):
+                if (data := _read(path)) is not None:
+                    yield path, data
 
     def drop(self, key: str) -> None:
         """Keep nothing under ``key``."""

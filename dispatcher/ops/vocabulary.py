@@ -20,6 +20,7 @@ import numpy as np
 from dispatcher.ops.binding import (
     AXIS,
     Binding,
+    Builder,
     Field,
     Operation,
     build_conv,
@@ -52,6 +53,21 @@ def build_rms_norm(binding: Binding) -> None:
         binding.then("scale", result, by=weight)
 
 
+def adaptive(op: str) -> Builder:
+    """Pool to a given size with windows side by side."""
+
+    def build(binding: Binding) -> None:
+        window = []
+        for place, name in binding.spatial:
+            extent, size = binding.input_shape[2 + place], binding["size"][place]
+            if size < 1 or extent % size:
+                raise binding.fail(f"size on axis {name} is {size}; it must divide the input's {extent}")
+            window.append(extent // size)
+        binding.then(op, window=tuple(window))
+
+    return build
+
+
 _EPS = Field("eps", "scalar", "added to the variance", default=1e-5, least=0.0)
 _AFFINE = (Field("weight", "tensor", "one factor a channel"), Field("bias", "tensor", "one term a channel"))
 _WINDOWS = (
@@ -66,6 +82,7 @@ _MEAN_WINDOWS = (
     Field("count_include_pad", "flag", "whether padding counts, as zeros", default=True),
     Field("divisor", "size", "what to divide the sum by instead of the number of places"),
 )
+_SIZE = (Field("size", "each", "extent of the result, which divides that of the input", required=True),)
 _CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
 _DILATION = Field("dilation", "each", "spacing of the taps", default=1)
 _GROUPS = Field("groups", "size", "independent channel groups", default=1)
@@ -323,6 +340,10 @@ VOCABULARY: dict[str, Operation] = {
     # -- pools and reductions
     **of_each_rank("avg_pool", Operation(_MEAN_WINDOWS, pool(MEAN), "mean of each window")),
     **of_each_rank("max_pool", Operation(_WINDOWS, pool(MAXIMUM), "maximum of each window; NaN wins")),
+    **of_each_rank("adaptive_avg_pool", Operation(_SIZE, adaptive("avg_pool"), "mean of windows that make the size")),
+    **of_each_rank(
+        "adaptive_max_pool", Operation(_SIZE, adaptive("max_pool"), "maximum of windows that make the size")
+    ),
     "squeeze": Operation(
         (replace(AXIS, required=True, default=None),), squeeze, "drop axes of extent 1; nothing is computed"
     ),

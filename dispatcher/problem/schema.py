@@ -178,7 +178,7 @@ class _ProblemReader:
         for name in self.implied or ():
             if name in self.parameters:
                 raise self.fail(self.places[name], f"{name} is an extent of a shape; expected 'size_t'")
-            self.parameters[name] = Parameter(self.identifier(("parameters",), name), "size_t")
+            self.parameters[name] = Parameter(self.parameter_name(("parameters",), name), "size_t")
         self.implied = None
         outputs = [p.name for p in self.parameters.values() if p.type == "tensor" and not p.const]
         if len(outputs) != 1:
@@ -205,9 +205,11 @@ class _ProblemReader:
         if not isinstance(entry, Mapping):
             raise self.unexpected(keys, entry, "a mapping with name and type")
         self.check_keys(keys, entry, ("name", "type", "const", "shape", "default", "unused"), ("name", "type"))
-        name = self.identifier((*keys, "name"), entry["name"])
         kind = cast(ParameterType, self.choice((*keys, "type"), entry["type"], get_args(ParameterType)))
         is_tensor = kind == "tensor"
+        name = self.parameter_name(
+            (*keys, "name"), entry["name"], is_tensor, is_tensor and entry.get("const") is not True
+        )
         for key in ("default", "unused") if is_tensor else ("const", "shape"):
             if key in entry:
                 raise self.fail((*keys, key), f"{name} is a {kind}, which takes no {key!r}; remove it")
@@ -215,9 +217,6 @@ class _ProblemReader:
         if not isinstance(const, bool) or (is_tensor and "const" not in entry):
             got = f"got {self.kind(const)}; " if "const" in entry else ""
             raise self.fail((*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor")
-        is_output = is_tensor and not const
-        if name in INTERFACE_NAMES or (name, is_output) == ("output", False) or (name, is_tensor) == ("kernel", False):
-            raise self.fail((*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name")
         shape = None
         if const:
             if "shape" not in entry:
@@ -231,6 +230,14 @@ class _ProblemReader:
             default = read((*keys, "default"), entry["default"])
         unused = self.flag((*keys, "unused"), entry.get("unused", False))
         return Parameter(name, kind, const, shape, default, unused)
+
+    def parameter_name(self, keys: KeyPath, value: Any, is_tensor: bool = False, is_output: bool = False) -> str:
+        """An identifier that is no argument of the functions which take parameters by name."""
+        name = self.identifier(keys, value)
+        # ``output`` is the result's alone, and ``kernel`` a tensor's: functions that take a kernel's file take no tensors.
+        if name in INTERFACE_NAMES or (name == "output" and not is_output) or (name == "kernel" and not is_tensor):
+            raise self.fail(keys, f"{name!r} is an argument of the Python interface; expected another name")
+        return name
 
     def shape(self, keys: KeyPath, value: Any, sizes: Collection[str]) -> tuple[Expression, ...]:
         extents = self.entries(keys, value, "extents")
