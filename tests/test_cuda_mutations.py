@@ -82,9 +82,8 @@ MUTANTS = {
     ),
     "fma one-pass variance": Mutant(
         "conv_fma.cu",
-        "const COMPUTE centred = values[c * BLOCK_M] - mean;\n      squares = multiply_add(centred, centred, squares);",
-        "const COMPUTE v = values[c * BLOCK_M];\n      squares = multiply_add(v, v, squares);\n"
-        "      squares -= mean * mean;",
+        "rest.add(centred);\n        squares.add(centred * centred);",
+        "const COMPUTE v = values[c * BLOCK_M];\n        squares.add(v * v - mean * mean);",
         "norm",
         "large_mean",
     ),
@@ -124,14 +123,13 @@ MUTANTS = {
     ),
     "halo one-pass variance": Mutant(
         "conv_halo.cu",
-        "v[i] -= mean;\n      const float centred = exists(box, i, t) ? v[i] : 0.f;\n"
-        "      squares = fmaf(centred, centred, squares);",
-        "squares = fmaf(v[i], v[i], squares) - mean * mean;\n      v[i] -= mean;",
+        "rest += centred;\n        parts[i % 4] = fmaf(centred, centred, parts[i % 4]);",
+        "parts[i % 4] += exists(box, i, t) ? v[i] * v[i] - mean * mean : 0.f;",
         "norm",
         "large_mean",
     ),
     "halo padded channels in the norm": Mutant(
-        "conv_halo.cu", "const float centred = exists(box, i, t) ? v[i] : 0.f;", "const float centred = v[i];", "norm"
+        "conv_halo.cu", "exists(box, i, t) ? (v[i] - mean) * factor : 0.f;", "(v[i] - mean) * factor;", "norm"
     ),
     "halo maximum from zero": Mutant(
         "conv_halo.cu", "total = q == 0 ? fold_lift(acc[m][n][i])", "total = q == 0 ? max_v(acc[m][n][i], 0.f)", "pool"
