@@ -236,7 +236,7 @@ def show_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a problem: parameters, pipeline and cases, or a C signature."""
+    """Show a problem, or its signature alone."""
     from dispatcher.check import kernelfile
     from dispatcher.problem.loader import load_problem
 

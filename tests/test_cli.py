@@ -752,7 +752,7 @@ def test_a_progress_bar_is_for_terminals_and_does_not_reach_stdout() -> None:
     leader, follower = os.openpty()
     environment = {**os.environ, "TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "dispatcher.cli", "verify", "--device", "numpy", "--json"],
+        [sys.executable, "-m", "dispatcher.cli", "verify", CONV, "--device", "numpy", "--json"],
         stdout=subprocess.PIPE,
         stderr=follower,
         cwd=ROOT,

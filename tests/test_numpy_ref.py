@@ -344,7 +344,7 @@ def test_progress_rises_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_share_the_batch_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numpy_backend, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(numpy_backend, "cores", lambda: 3)
     operator = conv_operator((5, 3, 3, 3, 3), 4, (2, 2, 2), after=["gelu"])
     tensors = tensors_of(operator)
     assert len(chunks(operator)) == 5

@@ -234,7 +234,7 @@ class _ProblemReader:
     def parameter_name(self, keys: KeyPath, value: Any, is_tensor: bool = False, is_output: bool = False) -> str:
         """An identifier that is no argument of the functions which take parameters by name."""
         name = self.identifier(keys, value)
-        # ``output`` is the result's alone, and ``kernel`` a tensor's: functions that take a kernel's file take no tensors.
+        # ``output`` is the result's alone, ``kernel`` a tensor's: functions that take a kernel's file take no tensors.
         if name in INTERFACE_NAMES or (name == "output" and not is_output) or (name == "kernel" and not is_tensor):
             raise self.fail(keys, f"{name!r} is an argument of the Python interface; expected another name")
         return name

@@ -55,6 +55,7 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
                             const ulong count PARAMETERS) {
   BEGIN
   const REAL share = R(1.0) / COUNT, shift = terms ? x[base] : R(0.0);
+  barrier(CLK_GLOBAL_MEM_FENCE);  // all have read the first element, which one of them may write over
   REAL total = R(0.0), farthest = R(0.0);
   EACH_ELEMENT {
     const REAL apart = x[base + OFFSET(i)] - shift;
