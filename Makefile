@@ -2,6 +2,7 @@
 # make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
 # make quick   install the same, and run in less than a minute those of them that need few kernels
 # make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
+# make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
@@ -14,6 +15,7 @@ RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
 BENCH ?=
+FUZZ ?=
 # Tests run in as many processes as there are cores.
 PYTEST ?= -n auto
 # What must run, not be skipped: OpenCL and CUDA, which this file installs, and what REQUIRE names besides. Without a
@@ -28,7 +30,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test quick check bench clean
+.PHONY: run test quick check fuzz bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -49,6 +51,9 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(MAKE) test
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_exactness.py tests/test_reported_cases.py -k cuda:0
+
+fuzz: $(DEV_STAMP)
+	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python bench/cpu_peers.py $(BENCH)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from dispatcher import cli
 from dispatcher.device import diagnosis
 from dispatcher.errors import BuildError, VerificationError
 from dispatcher.interface import Device
+from dispatcher.report import layout, streams
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -503,6 +505,24 @@ def test_json_behind_a_double_dash_is_no_option(run: Any) -> None:
     assert (ended.code, ended.out) == (2, "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["run", CONV, "--case", "smple"], "sample"),
+        (["run", CONV, "--tensor", "inptu=x.npy"], "input"),
+        (["run", CONV, "--dtype", "flot32"], "float32"),
+        (["run", CONV, "--precision", "tf23"], "tf32"),
+        (["run", CONV, "--device", "numpi"], "numpy"),
+        (["verify", CONV, "--inputs", "sigend"], "signed"),
+        (["bench", CONV, "--against", "openvno"], "openvino"),
+    ],
+)
+def test_what_was_meant_is_guessed(run: Any, arguments: list[str], meant: str) -> None:
+    ended = run(*arguments)
+    assert f"; did you mean {meant!r}?" in ended.err and ended.err.count("\n") == 1
+    assert ended.code == (3 if "--device" in arguments else 2)
+
+
 # ---- for people --------------------------------------------------------------------------------------------
 def in_a_terminal(columns: int, *arguments: str, **environment: str) -> str:
     """What a command prints in a terminal of that many columns."""
@@ -543,6 +563,75 @@ def test_a_terminal_of_80_columns_is_enough(arguments: list[str]) -> None:
     if arguments[0] in ("problems", "verify"):
         whole = [line.split()[0] for line in text.splitlines() if line.strip()]
         assert "PROBLEM" in whole and CONV in whole
+
+
+def test_tables_have_columns_in_80_columns(
+    run: Any, monkeypatch: pytest.MonkeyPatch, install_backends: Install
+) -> None:
+    monkeypatch.setattr(layout, "columns", lambda: 80)
+    install_backends(FakeBackend("cuda", unavailable=f"{'/a/folder' * 7}/libcuda.so.1 cannot be opened"))
+    for arguments, columns in (
+        (["doctor"], ["VERDICT", "ABOUT", "FOUND"]),
+        (
+            ["bench", MAXMAX, "--device", "numpy", "--repeat", "1"],
+            ["DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "COLD"],
+        ),
+    ):
+        lines = run(*arguments).out.splitlines()
+        assert columns in [line.split() for line in lines]
+        assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines)
+
+
+def test_run_says_which_inputs_were_made_up(run: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.npy" for name in ("input", "kernel")}
+    for name, shape in dispatcher.explain(CONV, case="sample", device="numpy").operator.tensor_shapes.items():
+        np.save(files[name], np.zeros(shape, np.float32))
+
+    def told(*names: str) -> str:
+        given = [word for name in names for word in ("--tensor", f"{name}={files[name]}")]
+        (line,) = [line for line in run("run", CONV, "--case", "sample", *given).out.splitlines() if "inputs " in line]
+        return str(line)
+
+    assert "input, kernel made up from seed 0, in " in told() and "read" not in told()
+    assert "kernel made up from seed 0, input read from a file, in " in told("input")
+    assert "input, kernel read from files, in " in told("input", "kernel")
+
+
+def test_tf32_on_numpy_is_not_called_that(run: Any, install_backends: Install) -> None:
+    install_backends(FakeBackend("opencl", kind="cpu", unsupported="precision tf32 exists on CUDA tensor cores only"))
+    out = run("run", MAXMAX, "--precision", "tf32").out
+    assert "precision tf32 is not used: NumPy computes in float64" in " ".join(out.split())
+    assert "skipped   opencl:0: precision tf32 exists on CUDA" in out
+    assert "yes, though NumPy is the reference itself" in out
+    assert "is not used" not in run("run", MAXMAX, "--device", "numpy").out
+
+
+def test_long_reasons_are_cut_to_a_sentence(run: Any, install_backends: Install) -> None:
+    reason = "the driver is missing; install it. " + "It comes from somewhere. " * 10
+    install_backends(FakeBackend("cuda", unavailable=reason))
+    short = "the driver is missing; `dispatcher doctor` or --json says more\n"
+    assert f"skipped   cuda: {short}" in run("run", MAXMAX).out
+    ended = run("run", MAXMAX, "--json")
+    assert ended.err == f"note: cuda is passed over: {short}" and ended.json["skipped"][0]["reason"] == reason
+    assert reason.strip() in run("devices").out
+
+
+def test_long_work_tells_its_progress_in_a_pipe_in_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds, lines in ((15, 0), (400, 8)):
+        now[0] = 0.0
+        with streams.progress("tuning") as advance:
+            advance(0.0)
+            for second in range(1, seconds + 1):
+                now[0] += 1.0
+                advance(second / seconds)
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == lines
+    assert told[0] == "note: tuning: 0 % done, about 7 min to go"
+    assert told[-1] == "note: tuning: 64 % done, about 2 min to go"
 
 
 def test_headings_are_bold_in_a_terminal_alone() -> None:

@@ -49,6 +49,7 @@ ROOMS = (
 INTERFACE = {
     "dispatcher.problem.dlpack",
     "dispatcher.problem.messages",
+    "dispatcher.device.childprocess",
     "dispatcher.device.filecache",
     "dispatcher.device.machine",
     "dispatcher.errors",

@@ -578,7 +578,7 @@ def test_required_keys(key: str) -> None:
     assert refused(mapping) == f"problem mapping: the key '{key}' is missing; add it"
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
+@pytest.mark.parametrize("name", sorted({*RESERVED_NAMES, "kernel", "output"}))
 def test_argument_names_of_the_interface_are_reserved(name: str) -> None:
     mapping = valid()
     parameter(mapping, "factor")["name"] = name

@@ -270,6 +270,40 @@ if __name__ == "__main__":
     assert process.returncode == 0
 
 
+FORKED = """
+import os, sys, warnings
+import numpy as np, dispatcher
+x = np.ones((2, 1, 2, 2, 2), np.float32)
+conv, request = "conv-transpose-3d-asym-input-sq-kernel", sys.argv[1]
+compiled = dispatcher.compile(conv, device=request, kernel=x[:1])
+compiled(input=x)
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+for call in (
+    lambda: dispatcher.run(conv, device=request, input=x, kernel=x[:1]),
+    lambda: compiled(input=x),
+    lambda: dispatcher.compile(conv, device=request, case="sample"),
+    lambda: dispatcher.compile(conv, device=request).device,
+    lambda: dispatcher.explain(conv, device=request, case="sample"),
+    lambda: dispatcher.verify([conv], device=request, case="sample"),
+    lambda: dispatcher.verify([conv], device="all", case="sample"),
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert {each.category for each in caught} == {dispatcher.FallbackWarning}, caught
+    assert any("this process was forked" in str(each.message) for each in caught)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_no_call_in_a_forked_child_falls_back_silently(device: str) -> None:
+    for request_ in ("auto", f"{device},numpy"):
+        process = start(FORKED, request_, env=dict(os.environ))
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == 0
+
+
 # ---- threads -----------------------------------------------------------------------------------------------
 def calls(problems: list[str], seeds: range) -> list[tuple[str, dict[str, Any]]]:
     result = []

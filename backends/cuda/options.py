@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, one_of
 from dispatcher.problem.messages import brief
 
 #: Values of the option ``algorithm``.
@@ -108,15 +108,13 @@ def parse(options: Mapping[str, Any]) -> Request:
     """
     for name in options:
         if name not in _NAMES:
-            raise InputError(
-                f"option {brief(name)} is unknown to the cuda backend; expected one of {', '.join(_NAMES)}"
-            )
+            raise InputError(f"option {brief(name)} is unknown to the cuda backend; {one_of(name, _NAMES)}")
     algorithm = options.get("algorithm", "auto")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise InputError(f"algorithm is {brief(algorithm)}; expected one of {', '.join(ALGORITHMS)}")
+        raise InputError(f"algorithm is {brief(algorithm)}; {one_of(algorithm, ALGORITHMS)}")
     prologue = options.get("prologue", "auto")
     if not isinstance(prologue, str) or prologue not in PROLOGUES:
-        raise InputError(f"prologue is {brief(prologue)}; expected one of {', '.join(PROLOGUES)}")
+        raise InputError(f"prologue is {brief(prologue)}; {one_of(prologue, PROLOGUES)}")
     tuned = options.get("tuned")
     if not (tuned is None or (isinstance(tuned, str) and tuned == "ignore")):
         raise InputError(f"tuned is {brief(tuned)}; expected ignore")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, suggest
 from dispatcher.problem.messages import brief
 
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
@@ -48,13 +48,15 @@ class Options:
         known = list(asdict(Options()))
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise InputError(f"option {brief(unknown[0])} is unknown to backend opencl; it takes: {', '.join(known)}")
+            wanted = f"it takes: {', '.join(known)}{suggest(unknown[0], known)}"
+            raise InputError(f"option {brief(unknown[0])} is unknown to backend opencl; {wanted}")
         for name, value in options.items():
             if not isinstance(value, str | None):
                 raise InputError(f"{name} is {brief(value)}; expected a text")
         parsed = Options(**options)
         if parsed.algorithm not in ALGORITHMS:
-            raise InputError(f"algorithm is {brief(parsed.algorithm)}; backend opencl has {', '.join(ALGORITHMS)}")
+            wanted = f"backend opencl has {', '.join(ALGORITHMS)}{suggest(parsed.algorithm, ALGORITHMS)}"
+            raise InputError(f"algorithm is {brief(parsed.algorithm)}; {wanted}")
         if parsed.line is not None and parsed.line not in LINES:
             raise InputError(f"line is {brief(parsed.line)}; expected one of {', '.join(LINES)}")
         if parsed.rows is not None and parsed.rows not in WINOGRAD_ROWS:

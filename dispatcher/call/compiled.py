@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from dispatcher.call.explanation import Explanation, explain_choice
 from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
-    FallbackWarning,
     Request,
     as_kernel_error,
     choose,
@@ -206,6 +204,9 @@ class PreparedCall:
         """The device that runs it, and those passed over."""
         return self._program.choice
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a prepared call stays where it was prepared; copy or pickle the compiled operator instead")
+
     def __call__(self, output: Any = None, timings: Timings | None = None) -> Any:
         """Run it and wait for the result.
 
@@ -226,6 +227,9 @@ class CompiledOperator:
 
     It may be called from several threads, and with tensors of different shapes: each operator that results is
     compiled once and kept, the least recently used ones being dropped when there are many.
+
+    A copy, also one that is made by pickle, has the same problem, settings and bound tensors, and compiles for itself
+    where it is first called.
     """
 
     def __init__(
@@ -234,6 +238,7 @@ class CompiledOperator:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
         check_precision(settings.precision)
         self._problem = problem
+        self._recipe = settings
         self._request: Request = parse_request(settings.device, settings.devices)
         self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
         self._settings["dtype"] = _dtype_name(settings.dtype)
@@ -285,6 +290,13 @@ class CompiledOperator:
         if self._first is None:
             self._first = first_usable(self._request)
         return self._first
+
+    def __reduce__(self) -> Any:
+        bound: dict[str, Any] = {**self._bound.sizes, **self._bound.scalars}
+        for name, tensor in self._bound.tensors.items():
+            array = _to_host(name, tensor.array, "a copied or pickled operator")
+            bound[name] = replace(tensor, array=array, on_device=False)
+        return _made_again, (self._problem, self._recipe, bound)
 
     def __repr__(self) -> str:
         where = self._request.text if self._last is None else self._last.choice.device.id
@@ -365,14 +377,10 @@ class CompiledOperator:
         """
         if self._process == os.getpid():
             return
-        self._process = os.getpid()
         self._lock = threading.RLock()
         _left_behind.append((self._programs, self._last))
-        last = self._last
         self._programs, self._signatures, self._last, self._first = {}, {}, None, None
-        if last is not None and last.choice.device.kind != "reference" and not self._request.named:
-            text = f"{last.choice.device.id} does not survive a fork of the process; the next device is tried"
-            warnings.warn(text, FallbackWarning, stacklevel=4)
+        self._process = os.getpid()  # last: an interruption may have left it half done
 
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
         """Analyse a call and remember the result under ``key``.
@@ -404,8 +412,10 @@ class CompiledOperator:
                     choice = choose(operator, self._request, self._options)
                 program = _Program(operator, choice, self._bound.tensors)
                 if len(self._programs) >= MAX_PROGRAMS:
-                    dropped = self._programs.pop(min(self._programs, key=lambda k: self._programs[k].used))
+                    oldest = min(self._programs, key=lambda k: self._programs[k].used)
+                    dropped = self._programs[oldest]
                     self._signatures = {k: p for k, p in self._signatures.items() if p is not dropped}
+                    del self._programs[oldest]
                 self._programs[key] = program
             program.used = next(self._clock)
             return program
@@ -488,7 +498,7 @@ class CompiledOperator:
             elif _takes_device_arrays(choice):
                 inputs[name] = array
             else:
-                inputs[name] = host_tensor(_to_host(name, array, choice.device), program.dtype)
+                inputs[name] = host_tensor(_to_host(name, array, choice.device.id), program.dtype)
         return inputs
 
     def _split(self, program: _Program, choice: Choice) -> bool:
@@ -523,6 +533,11 @@ class CompiledOperator:
                 warn_of_fallback(operator, device, failure)
 
 
+def _made_again(problem: Problem, settings: Settings, arguments: Mapping[str, Any]) -> CompiledOperator:
+    """An operator from its recipe. What it raises on the way to a device is its first call's to raise."""
+    return CompiledOperator(problem, settings, arguments, eager=False)
+
+
 def _dtype_name(dtype: Any) -> Any:
     """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
     if dtype is None or isinstance(dtype, str):
@@ -548,12 +563,12 @@ def _takes_device_arrays(choice: Choice) -> bool:
     return bool(getattr(choice.backend, "device_arrays", False))
 
 
-def _to_host(name: str, array: Any, device: Device) -> np.ndarray:
+def _to_host(name: str, array: Any, taker: str) -> np.ndarray:
     try:
         return np.asarray(array)
     except Exception as error:  # CuPy raises a TypeError, others what they like
         raise InputError(
-            f"tensor {name} lives on a CUDA device, and {device.id} takes arrays in host memory; "
+            f"tensor {name} lives on a CUDA device, and {taker} takes arrays in host memory; "
             "copy it to the host, or choose device='cuda'"
         ) from error
 

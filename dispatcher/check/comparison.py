@@ -267,12 +267,13 @@ def _each_part(
     registry.error_bounds().bounded_parts(operator, tensors, progress, finish)
 
 
-def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Array]:
+def bounded_reference(operator: Operator, tensors: Tensors, progress: Progress | None = None) -> tuple[Array, Array]:
     """The reference and the largest error that a correct result may have, element by element.
 
     Args:
         operator: what to compute.
         tensors: every input tensor by name.
+        progress: told the fraction done, from time to time.
 
     Returns:
         Two float64 arrays of ``operator.output_shape``.
@@ -283,7 +284,7 @@ def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Arra
     def take(part: slice, values: Array, bounds: Array) -> None:
         reference[part], bound[part] = values, bounds
 
-    _each_part(operator, tensors, None, take)
+    _each_part(operator, tensors, progress, take)
     return reference, bound
 
 

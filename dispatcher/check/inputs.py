@@ -8,8 +8,9 @@ exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +59,12 @@ def _saturates(operator: Operator) -> bool:
     return any(
         isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.form.saturates) for step in operator.steps
     )
+
+
+def _keeps_spikes(operator: Operator) -> bool:
+    """Is there a convolution, and no product that a few large elements would overflow?"""
+    products = (isinstance(step, Reduce) and step.form.monoid.errors == "multiplies" for step in operator.steps)
+    return bool(operator.convolutions) and not any(products)
 
 
 def _exact(operator: Operator) -> bool:
@@ -144,6 +151,18 @@ INPUT_SETS: dict[str, InputSet] = {
         "a pipeline that is exact on integers",
         _exact,
     ),
+    "spikes": InputSet(
+        "like signed, with one in 2048 elements of the pipeline's input, and one in its middle, 2^40 (float16: 2^12)",
+        "rounding of large elements that leaks into outputs which do not read them (transforms, a common scale)",
+        "a convolution, and no product of all elements",
+        _keeps_spikes,
+    ),
+    "gaps": InputSet(
+        "like signed, with two of every four rows along height zero, and every other output channel's first taps there",
+        "the same, beside sums that have no terms other than zero",
+        "a convolution",
+        lambda operator: bool(operator.convolutions),
+    ),
     "denormal": InputSet(
         "like signed, with the pipeline's input below the smallest normal number",
         "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
@@ -172,6 +191,8 @@ def meaningful_sets(operator: Operator) -> tuple[str, ...]:
 
 # ---- making them -------------------------------------------------------------------------------------------
 _BLOCK = 1 << 16  # elements made at once
+_SPIKE = 2.0**40  # its square, added up, is far from the largest float32
+_HALF_SPIKE = 2.0**12  # of float16
 _GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
 
 
@@ -248,6 +269,9 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
         case "negative", ("data" | "weight" | "term"):
             spread = number(use.spread if use.role == "data" else -use.spread)
             return (np.abs(_bell(fields, dtype)) + number(0.25)) * spread
+        case "spikes", "data":
+            bell = _bell(fields, dtype)
+            return np.where(fields[:, 3] % 2048 == 0, np.copysign(number(_HALF_SPIKE), bell), bell)
     bell = _bell(fields, dtype)
     if use.role == "factor":
         bell += np.copysign(number(0.5), bell)  # a factor near zero would hide what it multiplies
@@ -279,9 +303,40 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
         tensors[name] = _tensor(shape, np.dtype(operator.dtype), use, seed, name, kind)
         _finish(tensors[name], use, kind)
     data = tensors[operator.source]
-    if kind in ("one_nan", "one_inf") and data.size:
-        data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
+    spike = _HALF_SPIKE if data.dtype == np.float16 else _SPIKE
+    odd = {"one_nan": np.nan, "one_inf": np.inf, "spikes": spike}.get(kind)
+    if odd is not None and data.size:
+        data[_middle_place(data.shape, seed)] = odd
     return tensors
+
+
+def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) -> dict[str, np.ndarray]:
+    """Other tensors of the same kind, at the cost of a few copies.
+
+    Args:
+        tensors: by name.
+        steps: of what is done to each tensor, one after another: ``new`` shifts its elements round and multiplies all
+            by one factor, so that no value stays; ``near`` makes a few elements change places, so that sums stay. With
+            each goes the seed of what is random about it, from 0 to 2**64 - 1.
+
+    Returns:
+        C-contiguous arrays of the same shapes and dtypes; without steps, the same ones.
+    """
+    result = dict(tensors)
+    for (way, seed), name in itertools.product(steps, tensors):
+        array = result[name]
+        generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if way == "new":
+            shift, fraction = (int(raw) for raw in generator.random_raw(2))
+            result[name] = np.roll(array, shift % array.size)
+            with np.errstate(all="ignore"):
+                result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
+        else:
+            count = 2 * min(4 * len(array), array.size // 256)
+            places = np.unique(generator.random_raw(count) % array.size)
+            result[name] = array.copy()
+            result[name].flat[places] = np.roll(array.flat[places], 1)
+    return result
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:
@@ -306,6 +361,13 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
         case "graded", "data":
             depth, height, width = np.ogrid[tuple(slice(extent) for extent in tensor.shape[2:])]
             tensor *= np.ldexp(dtype(1), -((depth + height + width) % _GRADES))
+        case "spikes", "data" if tensor.dtype != np.float16:
+            tensor[np.abs(tensor) == _HALF_SPIKE] *= dtype(_SPIKE / _HALF_SPIKE)
+        case "gaps", "data":
+            height = np.arange(tensor.shape[3])[:, np.newaxis]
+            tensor *= (height % 4 < 2).astype(dtype)
+        case "gaps", "weight" if tensor.shape[3] > 1:
+            tensor[:, ::2, :, 0] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):

@@ -25,9 +25,9 @@ import numpy as np
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, Progress, part, poisoned, refusal, verify_result, verify_results
 from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
-from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
+from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
-from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError
+from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
@@ -228,8 +228,8 @@ def check_inputs(inputs: str | Sequence[str] | None) -> tuple[str, ...] | None:
         raise InputError("inputs uniform hide many faults and are for timing only; use signed instead")
     wrong = [name for name in names if not isinstance(name, str) or name not in usable]
     if wrong or not names:
-        given = brief(wrong[0]) if wrong else "empty"
-        raise InputError(f"inputs is {given}; expected all, or some of {', '.join(usable)}")
+        given, meant = ("empty", "") if not wrong else (brief(wrong[0]), suggest(wrong[0], usable))
+        raise InputError(f"inputs is {given}; expected all, or some of {', '.join(usable)}{meant}")
     return tuple(dict.fromkeys(names))
 
 
@@ -314,7 +314,7 @@ def verify_operators(
     """
     places: list[tuple[str | Device | None, Device]]
     if device == "all":
-        places = [(found.id, found) for found in devices() if found.available]
+        places = [(found.id, found) for found in usable_devices()]
     else:
         places = [(device, first_usable(parse_request(device))[0])]
     results = []

@@ -13,8 +13,12 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,36 @@ def nothing_kept(error: OSError) -> str:
     return f"{cache_root()} cannot be written to ({error.strerror}), {cost}"
 
 
+def _read(path: Path) -> bytes | None:
+    """The entry in a file, or None when there is no intact one."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if hashlib.sha256(data).digest() != digest:
+        logger.info("cache entry %s is damaged and will be made again", path)
+        return None
+    return data
+
+
+class Turns:
+    """Locks by key: while one thread makes the thing of a key, others that want the same one wait.
+
+    Whoever holds the lock looks first whether the thing is there. One that failed to make it, or was interrupted, lets
+    the next one try.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: weakref.WeakValueDictionary[Any, threading.Lock] = weakref.WeakValueDictionary()
+
+    def __call__(self, key: Any) -> threading.Lock:
+        """The lock of ``key``, to be used in a ``with`` statement; it lives as long as somebody holds it or waits."""
+        with self._guard:
+            return self._locks.setdefault(key, threading.Lock())
+
+
 class FileCache:
     """Byte strings by key, in one folder that only its user may enter.
 
@@ -76,15 +110,19 @@ class FileCache:
 
     def get(self, key: str) -> bytes | None:
         """The entry of ``key``, or None when there is no intact one."""
-        try:
-            stored = self._path(key).read_bytes()
-        except OSError:
-            return None
-        digest, data = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-        if hashlib.sha256(data).digest() != digest:
-            logger.info("cache entry %s is damaged and will be made again", self._path(key))
-            return None
-        return data
+        return _read(self._path(key))
+
+    def entries(self) -> Iterator[tuple[Path, bytes]]:
+        """Every intact entry, with the file that it is in."""
+        for path in sorted(self.folder.glob("*")):
+            data = _read(path)
+            if data is not None:
+                yield path, data
+
+    def drop(self, key: str) -> None:
+        """Keep nothing under ``key``."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove what processes that were killed while they wrote have left behind."""

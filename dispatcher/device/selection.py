@@ -5,7 +5,7 @@ A device request is ``auto``, a backend (``opencl``: its first available device)
 preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
 environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
 reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
-measured speed.
+measured speed, in their order where these are the same within the spread of the readings.
 
 Before this process opens a device, a child process tries it out (see :mod:`dispatcher.device.selftest`); one that
 does not survive that counts as unavailable.
@@ -37,6 +37,7 @@ from dispatcher.errors import (
     InputError,
     KernelError,
     first_line,
+    suggest,
 )
 from dispatcher.interface import Backend, Device, Executable
 from dispatcher.problem.messages import brief
@@ -149,6 +150,14 @@ def devices(*, retest: bool = False) -> list[Device]:
                 for device in _listed(name, retest):
                     tested(device, retest)
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
+
+
+def usable_devices() -> list[Device]:
+    """The usable ones among :func:`devices`; with a warning where a fork took some from this process."""
+    found = devices()
+    for device in found:
+        _passed_over(device.id, device.reason or "")
+    return [device for device in found if device.available]
 
 
 def backend_devices(name: str) -> tuple[Device, ...]:
@@ -287,10 +296,10 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
         wrong = f"{ALL_OF}: wants the name of a backend"
     else:
         wrong = f"there is no backend {brief(name)}" if name else "a name is missing"
-    backends = ", ".join(registry.BACKENDS)
+    backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
     raise DeviceError(
         f"{origin} is {brief(text)}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
+        f":index or :part-of-a-name, all-of:backend, or several of these with commas{meant}"
     )
 
 
@@ -314,9 +323,16 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield label, str(error)
+            yield _passed_over(label, str(error))
         else:
             yield device.id, device
+
+
+def _passed_over(label: str, reason: str) -> Candidate:
+    """A part of a request that gives no device; a warning too, where a fork took it from this process."""
+    if any(text in reason for text in _forked_with.values()):
+        warnings.warn(f"{label} is passed over: {reason}", FallbackWarning, stacklevel=2)
+    return label, reason
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -329,9 +345,9 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield label, device.reason or "it is not available"
+                    yield _passed_over(label, device.reason or "it is not available")
             usable = [device for device in tried if device.available and device.kind == kind]
-            for device in sorted(usable, key=selftest.speed, reverse=True):
+            for device in selftest.fastest_first(usable):
                 yield device.id, device
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DtypeError, GeometryError, InputError
+from dispatcher.errors import DtypeError, GeometryError, InputError, one_of, suggest
 from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
-from dispatcher.problem.messages import brief, suggest
+from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import DTYPES, Operator, bind
 from dispatcher.problem.values import real_value, size_value, unwrapped
@@ -225,8 +225,8 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     values = {p.name: p.default for p in problem.parameters if p.default is not None}
     if case is not None:
         if not isinstance(case, str) or case not in problem.cases:
-            known = ", ".join(problem.cases) or "(it has none)"
-            raise InputError(f"{problem.name} has no case {brief(case)}; expected one of {known}")
+            wanted = one_of(case, problem.cases or ["(it has none)"])
+            raise InputError(f"{problem.name} has no case {brief(case)}; {wanted}")
         values.update(problem.cases[case])
     return values
 
@@ -242,7 +242,7 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
         DtypeError: two tensors differ, or one differs from what was asked for.
     """
     if requested is not None and (not isinstance(requested, str) or requested not in DTYPES):
-        raise DtypeError(f"dtype is {brief(requested)}; expected one of {', '.join(DTYPES)}")
+        raise DtypeError(f"dtype is {brief(requested)}; {one_of(requested, DTYPES)}")
     chosen, because = requested, f"dtype {requested} was asked for"
     for name, tensor in tensors.items():
         if tensor.dtype is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, one_of
 from dispatcher.problem.arguments import bind_numbers, parse_assignments
 from dispatcher.problem.loader import load_problem, problem_names
 from dispatcher.problem.messages import brief
@@ -57,7 +57,7 @@ def check_choices(dtype: str | None, precision: str) -> None:
     """
     for option, value, allowed in (("--dtype", dtype, DTYPES), ("--precision", precision, PRECISIONS)):
         if value is not None and value not in allowed:
-            raise InputError(f"{option} is {brief(value)}; expected one of {', '.join(allowed)}")
+            raise InputError(f"{option} is {brief(value)}; {one_of(value, allowed)}")
 
 
 def tuning_options(algorithm: str | None, given: Sequence[str] | None) -> dict[str, str]:
@@ -132,7 +132,7 @@ def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.n
         if not equals or not path:
             raise InputError(f"--tensor {brief(assignment)} is not understood; expected NAME=FILE.npy")
         if name not in names:
-            raise InputError(f"--tensor {name}: {problem.name} has no such tensor; expected one of {', '.join(names)}")
+            raise InputError(f"--tensor {name}: {problem.name} has no such tensor; {one_of(name, names)}")
         if name in result:
             raise InputError(f"--tensor {name} is given twice; give it once")
         result[name] = _read_array(f"--tensor {name}: {path!r}", path)

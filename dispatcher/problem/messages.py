@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,6 @@ def name_list(names: Collection[str]) -> str:
     """A list of names, cut short when it is long."""
     listed = list(names)
     return ", ".join(listed[:30]) + (f" and {len(listed) - 30} more" if len(listed) > 30 else "") or "none"
-
-
-def suggest(name: object, names: Collection[str]) -> str:
-    """``; did you mean ...?`` when one of ``names`` is close to ``name``, else nothing."""
-    if not isinstance(name, str) or len(name) > 100:
-        return ""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def dotted(keys: KeyPath) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DtypeError, InputError
+from dispatcher.errors import DtypeError, InputError, one_of
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     Convolution,
@@ -108,7 +108,7 @@ def check_precision(precision: Any) -> None:
         InputError: it is not.
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise InputError(f"precision is {brief(precision)}; expected one of {', '.join(PRECISIONS)}")
+        raise InputError(f"precision is {brief(precision)}; {one_of(precision, PRECISIONS)}")
 
 
 def bind(

@@ -10,28 +10,29 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from dispatcher.errors import InputError, ProblemFileError
+from dispatcher.errors import InputError, ProblemFileError, suggest
 from dispatcher.ops.binding import Field
 from dispatcher.ops.steps import AXES, resolve_axes
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.expressions import MAX_VALUE, Expression
-from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
+from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
 from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
 from dispatcher.problem.values import NOT_NUMBERS, unwrapped
 from dispatcher.problem.yamlfile import Locate
 
-#: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
+#: Arguments of all public functions that take a problem's parameters too.
 INTERFACE_NAMES = frozenset(
     (
-        *("against", "case", "check", "device", "devices", "dtype", "force", "inputs", "options"),
-        *("precision", "problem", "problems", "progress", "repeats", "seed", "seeds", "self"),
-        *("time_limit_s", "trace", "warmup"),
+        *("against", "build_options", "case", "check", "device", "devices", "dtype", "entry", "force", "global_size"),
+        *("inputs", "keep", "local_size", "options", "precision", "problem", "problems", "progress", "repeats"),
+        *("seed", "seeds", "self", "time_limit_s", "timeout_s", "trace", "warmup"),
     )
 )
 #: Short-hands for three sizes.
 SHORTHAND_NAMES = frozenset(("dilation", "kernel_size", "output_padding", "padding", "stride"))
-#: Names that no parameter may have. ``output`` is the result's alone.
+#: Names that no parameter may have. ``output`` is the result's alone, and ``kernel`` a tensor's, which functions that
+#: take a kernel's file do not take.
 RESERVED_NAMES = INTERFACE_NAMES | SHORTHAND_NAMES
 
 _MAX_TEXT = 500  # characters of a title or an origin
@@ -176,7 +177,7 @@ class _ProblemReader:
             got = f"got {self.kind(const)}; " if "const" in entry else ""
             raise self.fail((*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor")
         is_output = is_tensor and not const
-        if name in RESERVED_NAMES or (name == "output" and not is_output):
+        if name in RESERVED_NAMES or (name, is_output) == ("output", False) or (name, is_tensor) == ("kernel", False):
             raise self.fail((*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name")
         shape = None
         if const:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.report.layout import duration, first_sentence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +33,9 @@ TERMINATED = 143
 
 #: What JSON calls an error of ours, by its exit code.
 KINDS = {1: "verification", 2: "input", 3: "device", 4: "kernel"}
+
+#: Where stderr is no terminal, nothing is said of what takes less time than this, and nothing before that time.
+LONG_S, FIRST_WORD_S = 20.0, 2.0
 
 #: Takes the fraction done of something.
 Advance = Callable[[float], None]
@@ -209,7 +214,7 @@ def note_skipped(skipped: Sequence[tuple[str, str]]) -> None:
     """Say once on stderr what was passed over, where a warning has not said so."""
     for label, reason in skipped:
         if not any(text.startswith((f"{label} (", f"{label} is passed over")) for text in _command.told):
-            text = f"{label} is passed over: {reason}"
+            text = f"{label} is passed over: {first_sentence(reason)}"
             _command.told.add(text)
             note(text)
 
@@ -222,11 +227,25 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def progress(what: str, steps: int = 2) -> Iterator[Advance]:
-    """A progress bar on stderr for what takes a while; gives a function that takes the fraction done.
+    """Progress on stderr for what takes a while; gives a function that takes the fraction done.
 
-    Nothing is drawn where stderr is not a terminal or there is only one step.
+    That is a bar in a terminal, if there is more than one step. Elsewhere it is a line once it can be told that this
+    will take long, and one whenever as much time has passed again.
     """
-    if steps < 2 or sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
+        start, next_s = time.monotonic(), FIRST_WORD_S
+
+        def tell(done: float) -> None:
+            nonlocal next_s
+            spent_s = time.monotonic() - start
+            left_s = spent_s / done - spent_s if done > 0 else 0.0
+            if spent_s >= next_s and spent_s + left_s >= LONG_S:
+                next_s = 2 * spent_s
+                note(f"{what}: {100 * done:.0f} % done, about {duration(left_s)} to go")
+
+        yield tell
+        return
+    if steps < 2:
         yield lambda done: None
         return
     from rich.console import Console

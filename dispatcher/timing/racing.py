@@ -24,7 +24,7 @@ from dispatcher.problem.operator import Operator
 from dispatcher.problem.values import count_value, seconds_value, seed_value
 from dispatcher.timing import sampling
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness
-from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers
+from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers, settings_kept
 from dispatcher.timing.results import Benchmark, Race
 from dispatcher.timing.sampling import Schedule, host_caches, take_turns
 
@@ -173,6 +173,7 @@ def refuse_when_busy() -> None:
 
 
 # ---- several contenders ------------------------------------------------------------------------------------
+@settings_kept()
 def race(
     operator: Operator,
     devices: Sequence[str | Device | None],
