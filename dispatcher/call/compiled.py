@@ -37,6 +37,7 @@ from dispatcher.problem.arrays import (
     host_tensor,
     in_kind,
     on_opencl,
+    queue_of,
     snapshot,
     tensor_argument,
     with_own_error_state,
@@ -423,20 +424,20 @@ class CompiledOperator:
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """:meth:`_run`, which takes arrays of PyOpenCL by a copy, and the way back: a buffer belongs to the context of
         whoever made it. The result is such an array where the device that runs has one among the inputs."""
-        sources = {name: _array(tensor) for name, tensor in {**self._bound.tensors, **tensors}.items()}
-        if on_opencl(output):
-            operator = program.operator
-            check_opencl_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
-            result = self._run(program, tensors, None, timings)
-            output.set(result, output.queue or in_kind(np.empty(1), output).queue)
-            return output
+        filled = output if on_opencl(output) else None
         if output is not None:
-            check_output(output, program.operator.output_shape, program.operator.dtype, sources, self._output_name)
-        result = self._run(program, tensors, output, timings)
-        like = next((array for array in sources.values() if on_opencl(array)), None)
-        owns = getattr(program.choice.backend, "owns", None)
-        if output is None and like is not None and owns is not None and owns(program.choice.device, like):
-            return in_kind(result, like)
+            sources = {name: _array(tensor) for name, tensor in {**self._bound.tensors, **tensors}.items()}
+            check = check_output if filled is None else check_opencl_output
+            check(output, program.operator.output_shape, program.operator.dtype, sources, self._output_name)
+        result = self._run(program, tensors, output if filled is None else None, timings)
+        if filled is not None:
+            filled.set(result, queue_of(filled))
+            return filled
+        for tensor in (*self._bound.tensors.values(), *tensors.values()) if output is None else ():
+            if type(tensor) is TensorArgument and tensor.on_device and on_opencl(tensor.array):
+                owns = getattr(program.choice.backend, "owns", None)
+                is_here = owns is not None and owns(program.choice.device, tensor.array)
+                return in_kind(result, tensor.array) if is_here else result
         return result
 
     def _run(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:

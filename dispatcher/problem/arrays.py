@@ -129,7 +129,7 @@ def fetched(name: str, array: Any) -> np.ndarray:
     """
     cl = sys.modules["pyopencl"]
     try:
-        queue = array.queue or cl.CommandQueue(array.context)
+        queue = queue_of(array)
         if array.flags.forc:
             return np.asarray(array.get(queue))
         whole = np.empty(array.base_data.size, np.uint8)
@@ -140,10 +140,14 @@ def fetched(name: str, array: Any) -> np.ndarray:
         raise InputError(f"tensor {name} cannot be copied from its OpenCL device: {first_line(error)}") from error
 
 
+def queue_of(array: Any) -> Any:
+    """The queue of an array of PyOpenCL; a new one where it has none."""
+    return array.queue or sys.modules["pyopencl"].CommandQueue(array.context)
+
+
 def in_kind(array: np.ndarray, like: Any) -> Any:
     """A new array of PyOpenCL in the context and by the queue of ``like``."""
-    queue = like.queue or sys.modules["pyopencl"].CommandQueue(like.context)
-    return sys.modules["pyopencl.array"].to_device(queue, array)
+    return sys.modules["pyopencl.array"].to_device(queue_of(like), array)
 
 
 def check_opencl_output(output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str) -> None:
