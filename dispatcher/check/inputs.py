@@ -156,7 +156,7 @@ INPUT_SETS: dict[str, InputSet] = {
         _keeps_spikes,
     ),
     "gaps": InputSet(
-        "like signed, with two of every four rows along height zero, and every other output channel's first taps there",
+        "like signed, with two of every four rows along height zero, and one output channel's first taps there",
         "the same, beside sums that have no terms other than zero",
         "a convolution",
         lambda operator: bool(operator.convolutions),
@@ -346,7 +346,7 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str) -> None:
             height = np.arange(tensor.shape[3])[:, np.newaxis]
             tensor *= (height % 4 < 2).astype(dtype)
         case "gaps", "weight" if tensor.shape[3] > 1:
-            tensor[:, ::2, :, 0] = 0
+            tensor[:, 0, :, 0] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):
