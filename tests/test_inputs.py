@@ -70,9 +70,9 @@ DIGESTS = {
     ("spikes", "float16"): "25c2ba1a4ab4b77d",
     ("spikes", "float32"): "51aae9863d588272",
     ("spikes", "float64"): "8e8304c93e46f971",
-    ("gaps", "float16"): "c910460bc82bc0bc",
-    ("gaps", "float32"): "2d68895ab93896c0",
-    ("gaps", "float64"): "dffa5706d1a64cd1",
+    ("gaps", "float16"): "5fbc331db8d0d733",
+    ("gaps", "float32"): "9c8024ba9888c949",
+    ("gaps", "float64"): "994e142f0b5b2646",
     ("one_nan", "float16"): "c4c293b6754087d0",
     ("one_nan", "float32"): "711d117583a041d8",
     ("one_nan", "float64"): "64bf91f81423b1f8",
@@ -252,9 +252,9 @@ def test_spikes_are_few_and_gaps_are_zero(dtype: str, spike: float) -> None:
     assert 5 < odd.sum() < 40 and (spikes["x"][odd] > 0).any() and (spikes["x"][odd] < 0).any()
     np.testing.assert_array_equal(spikes["x"][~odd], signed["x"][~odd])
     np.testing.assert_array_equal(spikes["w"], signed["w"])
-    assert not gaps["w"][:, ::2, :, 0].any() and not gaps["x"].reshape(1, 16, 8, 4, 4, 16)[:, :, :, :, 2:].any()
+    assert not gaps["w"][:, 0, :, 0].any() and not gaps["x"].reshape(1, 16, 8, 4, 4, 16)[:, :, :, :, 2:].any()
     np.testing.assert_array_equal(gaps["w"][:, :, :, 1:], signed["w"][:, :, :, 1:])
-    np.testing.assert_array_equal(gaps["w"][:, 1::2], signed["w"][:, 1::2])
+    np.testing.assert_array_equal(gaps["w"][:, 1:], signed["w"][:, 1:])
     assert (gaps["x"] == signed["x"]).mean() > 0.49
 
 

@@ -252,8 +252,8 @@ def uneven_data(kind: str, operator: Operator) -> dict[str, np.ndarray]:
             x *= 10 ** generator.uniform(-6, 6, x.shape).astype(np.float32)
         case "zeros":
             x *= generator.random((depth, height, 1)) < 0.5
-        case "zero_taps":  # of half the channels alone
-            w[:, ::2, :, 0] = 0
+        case "zero_taps":  # of one channel, so that results of the others hide them
+            w[:, 3, :, 0] = 0
         case "weights":
             w.reshape(-1)[generator.integers(0, w.size, 6)] = 1e6
         case "denormal":
@@ -268,11 +268,11 @@ UNEVEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "name"), [(2, "two_taps"), (3, "one_and_two_taps"), (3, "three_taps")])
+@pytest.mark.parametrize(("rows", "name"), [(2, "two_taps"), (3, "one_and_two_taps"), (3, "many_outputs")])
 def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device, rows: int, name: str) -> None:
     if backend_device.backend != "opencl" or backend_device.kind != "cpu":
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
-    operator = OPERATORS[name]
+    operator = OPERATORS.get(name) or conv_operator((1, 16, 4, 9, 19), 24, (3, 3, 3))
     fixed = {"algorithm": "winograd", "rows": str(rows), "box": f"2x{math.lcm(rows, 2)}", "line": "rows"}
     compiled = compile_for(operator, backend_device.id, fixed)
     wrong = {}

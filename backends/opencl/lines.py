@@ -138,6 +138,8 @@ def choose(
         return winograd_tile, "asked for"
     if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
+    if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
+        return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"
     if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):
         return direct, "too little work an image for Winograd to matter"
     ratio = direct_work / winograd_work

@@ -174,7 +174,7 @@ INPUT_SETS: dict[str, InputSet] = {
         _keeps_spikes,
     ),
     "gaps": InputSet(
-        "like signed, with two of every four rows along height zero, and every other output channel's first taps there",
+        "like signed, with two of every four rows along height zero, and one output channel's first taps there",
         "the same, beside sums that have no terms other than zero",
         "a convolution",
         lambda operator: bool(operator.convolutions),
@@ -390,7 +390,7 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
         case "gaps", "weight" if tensor.ndim == rank + 2:
             taps = np.moveaxis(tensor, -min(rank, 2), 0)
             if len(taps) > 1:
-                taps[0][:, ::2] = 0
+                taps[0][:, 0] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):
