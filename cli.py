@@ -16,7 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from dispatcher import __version__
+try:
+    from dispatcher import __version__
+except ImportError:  # only where an import hook finds this module all the same, as that of an editable installation
+    import dispatcher
+
+    place = dispatcher.__file__ or next(iter(dispatcher.__path__))
+    print(f"error: {place} is in the way of the package dispatcher; rename it or take it off the path", file=sys.stderr)
+    sys.exit(2)
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.report import documents, streams, words
 from dispatcher.report.streams import answer, complain, note, note_skipped, progress, say
@@ -229,7 +236,7 @@ def show_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a problem: parameters, pipeline and cases, or a C signature."""
+    """Show a problem, or the head of a C function for it."""
     from dispatcher.check import kernelfile
     from dispatcher.problem.loader import load_problem
 
@@ -308,7 +315,7 @@ def run_command(
         note_skipped(run.choice.skipped)
         answer("run", {**run.as_dict(comparison), **more})
     else:
-        words.say_run(run, comparison, more)
+        words.say_run(run, comparison, files, more)
     if comparison is not None and not comparison.passed:
         complain(f"wrong result on {run.choice.device.id}: {comparison.reason}")
         raise typer.Exit(1)
@@ -363,8 +370,8 @@ def verify_command(
         _option(
             "SET[,SET]...|all",
             "Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
-            "large, small, negative, positive, constant, integers, denormal, one_nan, one_inf. If left out: all, and "
-            "signed and positive where the reference takes long.",
+            "large, small, negative, positive, constant, integers, spikes, gaps, denormal, one_nan, one_inf. If left "
+            "out: all, and signed and positive where the reference takes long.",
         ),
     ] = None,
     seed: SeedOption = "0",
@@ -471,6 +478,7 @@ def _judge(
 
 @app.command("tune")
 def tune_command(
+    context: typer.Context,
     problem: ProblemsArgument = None,
     device: DeviceOption = None,
     case: CaseOption = None,
@@ -478,6 +486,10 @@ def tune_command(
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     keep: Annotated[bool, _flag("Use the winners on this device from now on.")] = True,
+    listed: Annotated[
+        bool, _flag("Measure nothing; list what is kept, of these problems or of all.", "--list")
+    ] = False,
+    forget: Annotated[bool, _flag("Measure nothing; remove what is kept, likewise.", "--forget")] = False,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -486,15 +498,20 @@ def tune_command(
     """Find the fastest algorithm and tile on a device.
 
     Each candidate is verified first. Times are those of whole calls, or of the kernels alone on a GPU that says them.
+    The exit code is 3 when nothing could be kept, since other programs kept the machine busy.
     """
     from dispatcher.check.comparison import part
     from dispatcher.device import machine
     from dispatcher.problem import commandline
     from dispatcher.timing.tuning import tune_operator
 
+    if listed or forget:
+        others = _given(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
+        _say_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
+        return
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
-        note(f"{busy}; repeat this when it is quiet, since the times may be noise")
+        note(f"{busy}; repeat this when it is quiet, since the times may be noise and are not kept")
     bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
     with progress("tuning") as advance:
         results = [
@@ -506,6 +523,28 @@ def tune_command(
     else:
         words.note_left_out(results)
         words.say_tuned(results)
+    lost = [result for result in results if keep and result.busy]
+    for result in lost:
+        complain(f"{result.problem} on {result.device}: nothing is kept, since {result.busy}; repeat this later")
+    if lost:
+        raise typer.Exit(DeviceError.exit_code)
+
+
+def _say_kept(names: Sequence[str], forget: bool, others: Sequence[str], as_json: bool) -> None:
+    """List what ``tune`` has kept, or remove it; ``others`` are the options that make no sense beside that."""
+    from dispatcher.problem.loader import load_problem
+    from dispatcher.timing import winners
+
+    if others:
+        raise InputError(f"--{'forget' if forget else 'list'} measures nothing; leave {others[0]} out")
+    known = {tuned.about.get("problem") for tuned in winners.everything().values()}
+    # What was kept of a problem file that is gone can be named still.
+    problems = [name if name in known else load_problem(name).name for name in names]
+    found = winners.forget(problems) if forget else list(winners.everything(problems).values())
+    if as_json:
+        answer("tune", {"forgotten" if forget else "kept": [tuned.as_dict() for tuned in found]})
+    else:
+        words.say_kept(found, forget)
 
 
 @app.command("bench")

@@ -7,6 +7,8 @@ and what to do next, in one line.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -67,6 +69,26 @@ class VerificationError(DispatcherError, AssertionError):
     """A result differs from the reference by more than its error bound."""
 
     exit_code: ClassVar[int] = 1
+
+
+# ---- parts of messages -------------------------------------------------------------------------------------
+def suggest(name: object, names: Iterable[str]) -> str:
+    """``; did you mean ...?`` when one of ``names`` is close to ``name``, else nothing."""
+    if not isinstance(name, str) or len(name) > 100:
+        return ""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def one_of(name: object, names: Iterable[str]) -> str:
+    """``expected one of ...``, and which of ``names`` may have been meant by ``name``."""
+    known = list(names)
+    return f"expected one of {', '.join(known)}{suggest(name, known)}"
+
+
+def install(extra: str) -> str:
+    """The command that installs what one of our extras brings."""
+    return f"pip install 'kernel-dispatcher[{extra}]', or in a checkout: pip install '.[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ class TooLargeError(Exception):
     """The file has more bytes than its reader wants: ``size``."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(f"{size} bytes")
+        super().__init__(size)
         self.size = size
 
 

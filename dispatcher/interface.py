@@ -132,6 +132,9 @@ class Executable(Protocol):
             output: where to put the result (C-contiguous, right shape and dtype), or None for a new array.
             timings: filled in when given.
 
+        An exception may break it off at any point (``KeyboardInterrupt``, ``MemoryError``). Nothing is in flight any
+        more then, and the next call is right.
+
         Raises:
             KernelError: a kernel failed; the message names it.
         """
@@ -202,8 +205,12 @@ class Tunable(Protocol):
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
         """Options worth measuring; the first stand for the default without any tuning."""
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
-        """Use ``options``, one of the candidates, for such operators on ``device`` from now on."""
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool | None:
+        """Use ``options``, one of the candidates, for such operators on ``device`` from now on.
+
+        Returns:
+            False where that cannot be kept.
+        """
 
 
 #: Bytes before and after each tensor on the device.
@@ -257,4 +264,13 @@ class KernelHost(Protocol):
             InputError: it has no such function, or one with other parameters, or sizes that the device refuses.
             DeviceError: the device cannot run such kernels.
             BuildError: the compiler refused it.
+        """
+
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build ``kernel`` where no device is usable, ``device`` for instance, as far as anything here can.
+
+        Arguments and errors are those of :meth:`load_kernel`; with nothing to build it with, a DeviceError.
+
+        Returns:
+            What it was built for, such as ``for compute capability 9.0``.
         """

@@ -6,6 +6,7 @@
  *   abort       the process aborts while a program is built
  *   hang        building a program never ends
  *   refuse      a program is refused
+ *   refuse-once the first program is refused
  *   lie         kernels are not run, but report success
  * FAULTY_COUNT, when set, names a file that gets a byte for every context that is created.
  *
@@ -26,6 +27,7 @@ typedef int32_t (*get_platforms_t)(uint32_t, void **, uint32_t *);
 typedef void *(*get_address_t)(const char *);
 typedef int32_t (*get_platform_info_t)(void *, uint32_t, size_t, void *, size_t *);
 typedef void *(*create_context_t)(const void *, uint32_t, const void *, void *, void *, int32_t *);
+typedef int32_t (*build_program_t)(void *, uint32_t, const void *, const char *, void *, void *);
 typedef int32_t (*enqueue_marker_t)(void *, void **);
 
 static void **table;
@@ -62,6 +64,13 @@ static int32_t build_hangs(void) {
 
 static int32_t build_refuses(void) { return -11; /* CL_BUILD_PROGRAM_FAILURE */ }
 
+static build_program_t real_build_program;
+
+static int32_t build_refuses_once(void *a, uint32_t b, const void *c, const char *d, void *e, void *f) {
+    static int asked;
+    return asked++ ? real_build_program(a, b, c, d, e, f) : build_refuses();
+}
+
 static int32_t enqueue_nothing(void *queue, void *kernel, uint32_t dimensions, const size_t *offset,
                                const size_t *global, const size_t *local, uint32_t count, const void *wait,
                                void **event) {
@@ -87,6 +96,8 @@ static int32_t get_platforms(uint32_t wanted, void **platforms, uint32_t *found)
     replace(CREATE_CONTEXT, (void *)create_context);
     if (mode_is("abort")) replace(BUILD_PROGRAM, (void *)build_aborts);
     if (mode_is("hang")) replace(BUILD_PROGRAM, (void *)build_hangs);
+    real_build_program = (build_program_t)table[BUILD_PROGRAM];
+    if (mode_is("refuse-once")) replace(BUILD_PROGRAM, (void *)build_refuses_once);
     if (mode_is("refuse")) replace(BUILD_PROGRAM, (void *)build_refuses);
     if (mode_is("lie")) replace(ENQUEUE_ND_RANGE_KERNEL, (void *)enqueue_nothing);
     return status;

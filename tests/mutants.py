@@ -311,6 +311,21 @@ def scaled_by_largest(step: Convolution, x: Array, w: Array, *bias: Array) -> Ar
     return conv_transpose3d(step, x / largest, w, *bias) * largest
 
 
+def leaky(*, data_checked: bool = False, weights_checked: bool = False) -> Behaviour:
+    """A transform whose tiles are two rows: rounding of the size of the larger one, unless a check of the tile's data
+    for large elements, or of the weights for zero taps, leads past it."""
+
+    def conv(step: Convolution, x: Array, w: Array, *bias: Array) -> Array:
+        y = conv_transpose3d(step, x, w, *bias)
+        if weights_checked and not np.abs(w).sum(axis=0).all():
+            return y
+        distance = step.geometry.height.stride
+        leak = np.abs(np.roll(y, distance, 3)) * np.float32(2.0**-22)
+        return y + np.where(leak > 1, 0, leak) if data_checked else y + leak
+
+    return stepwise(Convolution=conv)
+
+
 def fixed_point(x: Array, w: Array) -> tuple[Array, Array]:
     """The input has 24 bits below its largest magnitude."""
     unit = np.float32(2.0 ** (math.frexp(float(np.abs(x).max()))[1] - 23))
@@ -519,6 +534,15 @@ MUTANTS: dict[str, Mutant] = {
         "the input is divided by its largest magnitude, flushed to zero",
         tuple(on(t.problem, "denormal") for t in PAIR),
         stepwise(Convolution=scaled_by_largest),
+    ),
+    "leaks": Mutant(
+        "the rounding of a tile's larger outputs shows in the others", (on(CONV, "spikes", "gaps"),), leaky()
+    ),
+    "checks_weights_only": Mutant(
+        "the same, unless a tap has no weights", (on(CONV, "spikes"),), leaky(weights_checked=True)
+    ),
+    "checks_data_only": Mutant(
+        "the same, unless the tile has large elements", (on(CONV, "gaps"),), leaky(data_checked=True)
     ),
     # normalisation and activation
     "norm_over_width": Mutant("layer norm over the width", NORMS, stepwise(Normalize=norm_over_width)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -12,15 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Install
-from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, FakeBackend, conv_tensors, correct
+from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, conv_tensors, correct
 
 import dispatcher
+from dispatcher.backends.opencl import BACKEND as OPENCL
 from dispatcher.call import compiled as compiled_module
 from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
-from dispatcher.device.selection import FallbackWarning
-from dispatcher.errors import DeviceError, DeviceMemoryError, GeometryError, InputError, KernelError, VerificationError
+from dispatcher.check.once import input_tensors
+from dispatcher.device.selection import FallbackWarning, backend_devices
+from dispatcher.errors import (
+    DeviceError,
+    DeviceMemoryError,
+    DtypeError,
+    GeometryError,
+    InputError,
+    KernelError,
+    VerificationError,
+)
 from dispatcher.interface import Device
+from dispatcher.problem.operator import Operator
 
 
 @pytest.fixture
@@ -46,6 +58,41 @@ def test_problems_and_load_problem() -> None:
         dispatcher.run(loaded, device="numpy", **conv_tensors()),
         dispatcher.run(str(loaded.path), device="numpy", **conv_tensors()),
     )
+
+
+# ---- the caller's own error state --------------------------------------------------------------------------
+def strictly(function: Any) -> Any:
+    """What ``function`` gives in a thread where every warning and NumPy's every signal is an exception."""
+
+    def work() -> Any:
+        result = function()
+        assert set(np.geterr().values()) == {"raise"}
+        return result
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1, initializer=partial(np.seterr, all="raise")) as pool:
+        warnings.simplefilter("error")
+        return pool.submit(work).result()
+
+
+def test_a_strict_error_state_changes_no_result(backend_device: Device) -> None:
+    for dtype in ("float16", "float32"):
+        hard = {"inputs": ("denormal", "large", "small", "one_inf"), "dtype": dtype}
+        assert strictly(lambda: dispatcher.verify(SUM, device=backend_device, **hard))[0].passed  # noqa: B023
+    tensors = {name: np.full_like(array, 3e38) for name, array in conv_tensors().items()}
+    assert np.isinf(strictly(lambda: dispatcher.run(CONV, device=backend_device, **tensors))).any()
+
+
+def test_a_strict_error_state_holds_for_none_of_our_threads(install_backends: Install) -> None:
+    install_backends(FakeBackend(devices=("One", "Two")))
+    tensors = {name: np.full_like(array, 3e38) for name, array in conv_tensors().items()}
+    for where in ({"devices": ["fake:0", "fake:1"]}, {"device": "fake:0"}):
+        assert np.isinf(strictly(partial(dispatcher.run, CONV, **where, **tensors))).any()  # type: ignore[arg-type]
+    given = {"input": np.full((2, 4, 3, 4, 5), 1e300)}
+    assert np.isinf(strictly(lambda: input_tensors(bound_conv(), given, 0))["input"]).all()
+
+
+def bound_conv() -> Operator:
+    return dispatcher.explain(CONV, device="numpy", **conv_tensors()).operator
 
 
 # ---- on every device of this machine -----------------------------------------------------------------------
@@ -297,6 +344,35 @@ def test_device_arrays_on_a_host_backend_say_what_to_do(fake: FakeBackend) -> No
 
 
 # ---- when a device fails while it runs ---------------------------------------------------------------------
+def test_arrays_of_pyopencl(backend_device: Device) -> None:
+    owner = next((each for each in backend_devices("opencl") if each.available), None)
+    if owner is None:
+        pytest.skip("there is no usable OpenCL device")
+    import pyopencl as cl
+    from pyopencl import array as cl_array
+
+    queue = cl.CommandQueue(cl.Context([OPENCL._runtime(owner).device]))
+    tensors = conv_tensors()
+    expected = dispatcher.run(CONV, device=backend_device, **tensors)
+    wide = cl_array.to_device(queue, np.repeat(tensors["input"], 2, axis=-1))
+    weights = cl_array.to_device(queue, tensors["kernel"])
+    for source in (cl_array.to_device(queue, tensors["input"]), wide[..., ::2], wide[..., ::2].with_queue(None)):
+        result = dispatcher.run(CONV, device=backend_device, input=source, kernel=weights)
+        assert isinstance(result, cl_array.Array if backend_device == owner else np.ndarray)
+        np.testing.assert_array_equal(result if isinstance(result, np.ndarray) else result.get(), expected)
+        output = cl_array.zeros(queue, expected.shape, np.float32)
+        assert dispatcher.run(CONV, device=backend_device, input=source, kernel=weights, output=output) is output
+        np.testing.assert_array_equal(output.get(), expected)
+    own = cl_array.to_device(queue, np.zeros(expected.size + tensors["input"].size, np.float32))
+    output = own[: expected.size].reshape(expected.shape)
+    taken = own[expected.size :].reshape(tensors["input"].shape)
+    with pytest.raises(InputError, match="output shares memory with tensor input"):
+        dispatcher.run(CONV, device=backend_device, input=taken, kernel=weights, output=output)
+    with pytest.raises(DtypeError, match="output has dtype float64"):
+        wrong = cl_array.zeros(queue, expected.shape, np.float64)
+        dispatcher.run(CONV, device=backend_device, **tensors, output=wrong)
+
+
 def failing(error: Exception) -> Any:
     def behave(operator: Any, tensors: Any) -> Any:
         raise error

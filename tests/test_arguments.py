@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fractions
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dispatcher
-from dispatcher.errors import DtypeError, GeometryError, InputError
-from dispatcher.problem.arguments import IncompleteError, bind_arguments, parse_assignments, shorthands, sort_arguments
+from dispatcher.backends.cuda import options as cuda_options
+from dispatcher.backends.opencl import options as opencl_options
+from dispatcher.check.inputs import random_tensors
+from dispatcher.check.verifying import check_seeds
+from dispatcher.errors import DeviceError, DtypeError, GeometryError, InputError
+from dispatcher.problem.arguments import (
+    IncompleteError,
+    bind_arguments,
+    check_options,
+    parse_assignments,
+    shorthands,
+    sort_arguments,
+)
 from dispatcher.problem.arrays import check_output, host_tensor
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
+from dispatcher.timing.racing import Rules
 
 
 def bind(problem: Any, *, case: str | None = None, dtype: str | None = None, **arguments: Any) -> Operator:
@@ -307,6 +321,28 @@ def test_the_error_of_a_foreign_object_is_told() -> None:
         run(input=Broken(), kernel=conv_tensors()["kernel"])
 
 
+class Indexable:
+    """A sequence, such as an array on a device, each element of which would be fetched by itself."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        raise AssertionError("it was read element by element")
+
+
+@pytest.mark.parametrize("value", [Indexable(), [Indexable()], [[1.0, 2.0], (3.0, Indexable())]])
+def test_a_foreign_sequence_is_read_whole_or_not_at_all(value: Any) -> None:
+    with pytest.raises(InputError, match="tensor input is or holds a sequence of a foreign type; expected an array"):
+        run(input=value, kernel=conv_tensors()["kernel"])
+
+
+def test_buffers_are_read_whole() -> None:
+    tensors = conv_tensors()
+    result = run(input=memoryview(tensors["input"]), kernel=tensors["kernel"].tolist())
+    np.testing.assert_array_equal(result, run(**tensors))
+
+
 class OnlyDLPack:
     """An array of another library that offers DLPack and nothing else."""
 
@@ -466,3 +502,88 @@ def test_an_assignment_given_twice_is_refused() -> None:
 def test_geometry_errors_are_input_errors() -> None:
     with pytest.raises(GeometryError, match="window"):
         bind(MAXMAX, case="sample", depth=1, kernel_size=1, padding=0, stride=1)
+
+
+# ---- numbers of any origin ---------------------------------------------------------------------------------
+class Broken:
+    """An object whose own code fails, whatever it is asked."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("index")
+
+    __repr__ = __float__ = __index__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("eq")
+
+    __hash__ = __index__
+
+
+HOSTILE = [10**5000, -(10**5000), math.nan, True, np.True_, np.timedelta64(3), "9" * 10**5, Broken(), [Broken()], 3j]
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "size": lambda value: dispatcher.explain(CONV, device="numpy", case="sample", groups=value),
+    "shorthand": lambda value: run(**conv_tensors(), stride=(1, value, 1)),
+    "scalar": lambda value: bind(LAYERNORM, case="sample", scaling_factor=value),
+    "seed": lambda value: dispatcher.verify(CONV, device="numpy", seed=value),
+    "seeds": lambda value: dispatcher.verify(CONV, device="numpy", seeds=value),
+    "repeats": lambda value: dispatcher.benchmark(CONV, device="numpy", repeats=value),
+    "warmup": lambda value: dispatcher.benchmark(CONV, device="numpy", warmup=value),
+    "time limit": lambda value: dispatcher.benchmark(CONV, device="numpy", time_limit_s=value),
+    "judging": lambda value: dispatcher.verify_kernel(CONV, "k.cl", repeats=value),
+    "timeout": lambda value: dispatcher.verify_kernel(CONV, "k.cl", timeout_s=value),
+    "default": lambda value: dispatcher.load_problem({**TINY, "cases": {"one": {"n": value}}}),
+    "device": lambda value: dispatcher.compile(CONV, device=value),
+    "devices": lambda value: dispatcher.compile(CONV, devices=[value]),
+    "precision": lambda value: dispatcher.compile(CONV, precision=value),
+    "dtype": lambda value: dispatcher.run(CONV, dtype=value, **conv_tensors()),
+    "case": lambda value: dispatcher.compile(CONV, case=value),
+    "inputs": lambda value: dispatcher.verify(CONV, inputs=[value]),
+    "against": lambda value: dispatcher.benchmark(CONV, against=[value]),
+    "opencl option": lambda value: opencl_options.Options.parse({"algorithm": value}),
+    "cuda option": lambda value: cuda_options.parse({"tile": value}),
+}
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "parameters": [
+        {"name": "x", "type": "tensor", "const": True, "shape": [1, 1, 1, 1, "n"]},
+        {"name": "y", "type": "tensor", "const": False},
+        {"name": "n", "type": "size_t"},
+        {"name": "a", "type": "double", "default": np.float32(0.5)},
+    ],
+    "pipeline": [{"op": "scale", "by": "a"}],
+    "cases": {"one": {"n": np.array(3)}},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_hostile_values_are_refused_in_one_short_line(name: str) -> None:
+    for value in HOSTILE:
+        with pytest.raises((InputError, DeviceError)) as caught:
+            NUMBERS[name](value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_numpy_numbers_are_taken_like_python_s() -> None:
+    same = [
+        lambda n: bind(CONV, **conv_tensors(), stride=n(2), padding=(n(1), 0, n(0))).sizes,
+        lambda n: check_seeds(n(7), n(2)),
+        lambda n: repr(Rules(n(3), n(4), n(5), n(6))),
+        lambda n: check_options({"tile": (n(2), 4, n(16))}),
+        lambda n: dispatcher.load_problem({**TINY, "cases": {"one": {"n": n(4), "a": n(2)}}}),
+        lambda n: run(**conv_tensors(), stride=n(2)).tolist(),
+    ]
+    for taken in same:
+        for kind in (np.int64, np.uint8, np.array):
+            assert taken(kind) == taken(int)
+    rules = Rules(np.int64(1), np.int8(2), np.array(3))
+    assert [type(number) for number in (rules.seed, rules.repeats, rules.warmup)] == [int] * 3
+    for limit in (np.float32(0.5), np.array(0.5), np.float16(0.5)):
+        assert type(Rules(time_limit_s=limit).time_limit_s) is float
+
+
+def test_numbers_that_print_alike_are_told_apart() -> None:
+    compiled = dispatcher.compile(LAYERNORM, device="numpy", case="sample")
+    tensors = random_tensors(bind(LAYERNORM, case="sample"), 0)
+    with np.printoptions(precision=1, formatter={"float": lambda _: "x"}):
+        one, two = (compiled(**tensors, scaling_factor=np.array(factor)) for factor in (1.0, 2.0))
+    np.testing.assert_array_equal(2.0 * one, two)

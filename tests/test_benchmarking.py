@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -568,6 +569,94 @@ def test_a_peer_that_changes_the_inputs_spoils_the_race(
     monkeypatch.setitem(peers.PEERS, "right", Peer("Right", (), make))
     with pytest.raises(VerificationError, match=r"input tensor .* was changed by one of|wrong result"):
         dispatcher.benchmark(CONV, device="numpy", against="right", repeats=1)
+
+
+@pytest.mark.parametrize("fails", ["", "make", "call"])
+def test_a_peer_leaves_the_process_as_it_was(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, some_peers: list[Any], fails: str
+) -> None:
+    monkeypatch.setenv("PEER_GONE", "there")
+    monkeypatch.setenv("PEER_CHANGED", "before")
+    monkeypatch.delenv("PEER_NEW", raising=False)
+    before = dict(os.environ), sys.getrecursionlimit()
+
+    def spoil(fail: bool) -> None:
+        os.environ.update(PEER_NEW="1", PEER_CHANGED="after")
+        os.environ.pop("PEER_GONE", None)
+        sys.setrecursionlimit(3000)
+        if fail:
+            raise RuntimeError("no more")
+
+    def make(operator: Any, tensors: Any, threads: int, gpu: int | None = None) -> PeerCall:
+        spoil(fails == "make")
+        right = correct(operator, tensors)
+
+        def call(timings: Timings | None = None) -> np.ndarray:
+            spoil(fails == "call")
+            return right.copy()
+
+        return call
+
+    monkeypatch.setitem(peers.PEERS, "right", Peer("Right", (), make))
+    outcome = race(CONV, ["fake"], against="right", repeats=1)
+    assert [failure.reason for failure in outcome.failures] == (["RuntimeError: no more"] if fails else [])
+    assert (dict(os.environ), sys.getrecursionlimit()) == before
+
+
+@pytest.mark.parametrize("place", ["opencl", "cuda"])
+@pytest.mark.parametrize("fails", ["compile", "call", ""])
+def test_settings_of_torch_are_put_back(
+    install_backends: Install, monkeypatch: pytest.MonkeyPatch, place: str, fails: str
+) -> None:
+    """Switching TF32 on or off sets the precision of float32 products, as in PyTorch."""
+    flags = types.SimpleNamespace
+    settings = {"threads": 77, "precision": "medium"}
+
+    class Switch:
+        allow_tf32 = True
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            settings["precision"] = "high" if value else "highest"
+
+    def fail(what: str) -> Any:
+        if what == fails:
+            raise RuntimeError("no more")
+        return contextlib.nullcontext()
+
+    def array(value: np.ndarray) -> Any:
+        tensor = flags(numpy=lambda: right(value))
+        tensor.to = tensor.contiguous = tensor.cpu = lambda *a, **b: tensor
+        return tensor
+
+    def right(value: np.ndarray) -> np.ndarray:
+        assert settings["threads"] == machine.cores() and config.recompile_limit == 64
+        assert place == "opencl" or not matmul.allow_tf32
+        return value.copy()
+
+    event = flags(record=lambda: None, elapsed_time=lambda end: 1e-6)
+    matmul, config = Switch(), flags(recompile_limit=8)
+    torch = flags(
+        get_num_threads=lambda: settings["threads"],
+        set_num_threads=lambda count: settings.update(threads=count),
+        get_float32_matmul_precision=lambda: settings["precision"],
+        set_float32_matmul_precision=lambda precision: settings.update(precision=precision),
+        backends=flags(cuda=flags(matmul=matmul), cudnn=flags(allow_tf32=True)),
+        cuda=flags(
+            is_available=lambda: True, device=contextlib.nullcontext, Event=lambda **_: event, synchronize=lambda: None
+        ),
+        device=str, channels_last_3d="last", contiguous_format="contiguous", from_numpy=array,
+        compile=lambda function, **_: fail("compile") and function, no_grad=lambda: fail("call"),
+        _dynamo=flags(config=config),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(peers, "torch_pipeline", lambda operator, constant: lambda x: x)
+    monkeypatch.setitem(peers.PEERS, "torch-compile", replace(peers.PEERS["torch-compile"], modules=()))
+    install_backends(FakeBackend(place, kind="gpu" if place == "cuda" else "cpu"))
+    outcome = race(CONV, [place], against="torch-compile", repeats=1)
+    assert len(outcome.failures) == 1 and ("no more" in outcome.failures[0].reason) == bool(fails)
+    assert settings == {"threads": 77, "precision": "medium"} and config.recompile_limit == 8
+    assert matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
 def test_peers_of_a_cuda_device_run_on_it(install_backends: Install, some_peers: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, unwound_by_signals
+from dispatcher.device.childprocess import KEPT_BYTES, LONGEST_S, Report, run_child, sigchld_ignored, unwound_by_signals
 from tests.children import heeding, soon
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def talk(report: Report, *arguments: str) -> None:
@@ -124,6 +127,7 @@ def test_a_hang_ends_with_everything_it_started(tmp_path: Path) -> None:
     assert ended.code is None
     assert ended.signal == ""
     assert ended.reports == ("waiting",)
+    assert 0 < ended.starved_s < 1.5 or not Path("/proc/self/schedstat").exists()
     assert len(pids_in(tmp_path)) == 2
     assert soon(lambda: not any(map(running, pids_in(tmp_path))))
 
@@ -196,3 +200,61 @@ def test_a_child_that_cannot_see_its_parent_go_ends_itself() -> None:
 def wait(report: Report) -> None:
     """Waits in C, where no Python handler runs."""
     ctypes.CDLL(None).sleep(20)
+
+
+# ---- the same in any folder, and like the parent -----------------------------------------------------------
+def surroundings(report: Report) -> None:
+    """Reports what it can import, its flags, and whether it is told of its children."""
+    import numpy
+    import yaml
+
+    flags = [sys.flags.isolated, sys.flags.utf8_mode, sys.warnoptions, sigchld_ignored()]
+    report([Path(yaml.__file__).parent.name, Path(numpy.__file__).parent.name, *flags])
+
+
+FLAGS = """
+import json, os, pathlib, shutil, signal, sys
+root, folder = sys.argv[1:]
+sys.path += [root]
+from dispatcher.device.childprocess import run_child
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+sys.path[:0] = ["", pathlib.Path("some"), None, "nowhere", "relative", "archive.zip"]
+sys.path[:0] = [folder]  # another package of our name: ours is loaded already
+os.chdir(folder)
+for gone in (False, True):
+    if gone:
+        shutil.rmtree(folder)
+    ended = run_child("tests.test_childprocess:surroundings", [], 60.0)
+    print(json.dumps(ended.reports), ended.printed)
+"""
+
+
+def test_a_child_is_like_its_parent_in_any_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("json", "yaml", "numpy", "signal", "dispatcher"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, "-I", "-X", "utf8", "-W", "error::UserWarning", "-c", FLAGS, str(ROOT), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    wanted = [["yaml", "numpy", 1, 1, ["error::UserWarning"], True]]
+    assert (done.stdout.splitlines(), done.stderr) == ([f"{json.dumps(wanted)} "] * 2, "")
+
+
+def test_the_command_line_is_the_same_in_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("raise SystemExit('imported from the current folder')")
+    command = [sys.executable, "-m", "dispatcher", "problems"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_in_the_way_of_the_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dispatcher").mkdir()
+    # The list stands for the import hook of an editable installation.
+    more = f"dispatcher.__path__ = [*dispatcher.__path__, {str(ROOT / 'dispatcher')!r}]"
+    command = [sys.executable, "-S", "-c", f"import dispatcher; {more}; import dispatcher.cli"]
+    paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path.endswith("site-packages"))])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path / 'dispatcher'} is in the way of the package dispatcher; rename")

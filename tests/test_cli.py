@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from dispatcher import cli
 from dispatcher.device import diagnosis
 from dispatcher.errors import BuildError, VerificationError
 from dispatcher.interface import Device
+from dispatcher.report import layout, streams
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -504,6 +508,24 @@ def test_json_behind_a_double_dash_is_no_option(run: Any) -> None:
     assert (ended.code, ended.out) == (2, "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["run", CONV, "--case", "smple"], "sample"),
+        (["run", CONV, "--tensor", "inptu=x.npy"], "input"),
+        (["run", CONV, "--dtype", "flot32"], "float32"),
+        (["run", CONV, "--precision", "tf23"], "tf32"),
+        (["run", CONV, "--device", "numpi"], "numpy"),
+        (["verify", CONV, "--inputs", "sigend"], "signed"),
+        (["bench", CONV, "--against", "openvno"], "openvino"),
+    ],
+)
+def test_what_was_meant_is_guessed(run: Any, arguments: list[str], meant: str) -> None:
+    ended = run(*arguments)
+    assert f"; did you mean {meant!r}?" in ended.err and ended.err.count("\n") == 1
+    assert ended.code == (3 if "--device" in arguments else 2)
+
+
 # ---- for people --------------------------------------------------------------------------------------------
 def in_a_terminal(columns: int, *arguments: str, **environment: str) -> str:
     """What a command prints in a terminal of that many columns."""
@@ -546,6 +568,75 @@ def test_a_terminal_of_80_columns_is_enough(arguments: list[str]) -> None:
         assert "PROBLEM" in whole and CONV in whole
 
 
+def test_tables_have_columns_in_80_columns(
+    run: Any, monkeypatch: pytest.MonkeyPatch, install_backends: Install
+) -> None:
+    monkeypatch.setattr(layout, "columns", lambda: 80)
+    install_backends(FakeBackend("cuda", unavailable=f"{'/a/folder' * 7}/libcuda.so.1 cannot be opened"))
+    for arguments, columns in (
+        (["doctor"], ["VERDICT", "ABOUT", "FOUND"]),
+        (
+            ["bench", MAXMAX, "--device", "numpy", "--repeat", "1"],
+            ["DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "COLD"],
+        ),
+    ):
+        lines = run(*arguments).out.splitlines()
+        assert columns in [line.split() for line in lines]
+        assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines)
+
+
+def test_run_says_which_inputs_were_made_up(run: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.npy" for name in ("input", "kernel")}
+    for name, shape in dispatcher.explain(CONV, case="sample", device="numpy").operator.tensor_shapes.items():
+        np.save(files[name], np.zeros(shape, np.float32))
+
+    def told(*names: str) -> str:
+        given = [word for name in names for word in ("--tensor", f"{name}={files[name]}")]
+        (line,) = [line for line in run("run", CONV, "--case", "sample", *given).out.splitlines() if "inputs " in line]
+        return str(line)
+
+    assert "input, kernel made up from seed 0, in " in told() and "read" not in told()
+    assert "kernel made up from seed 0, input read from a file, in " in told("input")
+    assert "input, kernel read from files, in " in told("input", "kernel")
+
+
+def test_tf32_on_numpy_is_not_called_that(run: Any, install_backends: Install) -> None:
+    install_backends(FakeBackend("opencl", kind="cpu", unsupported="precision tf32 exists on CUDA tensor cores only"))
+    out = run("run", MAXMAX, "--precision", "tf32").out
+    assert "precision tf32 is not used: NumPy computes in float64" in " ".join(out.split())
+    assert "skipped   opencl:0: precision tf32 exists on CUDA" in out
+    assert "yes, though NumPy is the reference itself" in out
+    assert "is not used" not in run("run", MAXMAX, "--device", "numpy").out
+
+
+def test_long_reasons_are_cut_to_a_sentence(run: Any, install_backends: Install) -> None:
+    reason = "the driver is missing; install it. " + "It comes from somewhere. " * 10
+    install_backends(FakeBackend("cuda", unavailable=reason))
+    short = "the driver is missing; `dispatcher doctor` or --json says more\n"
+    assert f"skipped   cuda: {short}" in run("run", MAXMAX).out
+    ended = run("run", MAXMAX, "--json")
+    assert ended.err == f"note: cuda is passed over: {short}" and ended.json["skipped"][0]["reason"] == reason
+    assert reason.strip() in run("devices").out
+
+
+def test_long_work_tells_its_progress_in_a_pipe_in_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds, lines in ((15, 0), (400, 8)):
+        now[0] = 0.0
+        with streams.progress("tuning") as advance:
+            advance(0.0)
+            for second in range(1, seconds + 1):
+                now[0] += 1.0
+                advance(second / seconds)
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == lines
+    assert told[0] == "note: tuning: 0 % done, about 7 min to go"
+    assert told[-1] == "note: tuning: 64 % done, about 2 min to go"
+
+
 def test_headings_are_bold_in_a_terminal_alone() -> None:
     assert "\x1b[1m" in in_a_terminal(200, "problems")
     assert "\x1b" not in spawn("problems", env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "40"}).stdout
@@ -582,35 +673,72 @@ def test_exit_codes_reach_the_shell() -> None:
         assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("arguments", [["problems"], ["problems", "--json"], ["show", CONV], ["--version"], []])
-def test_a_closed_pipe_is_quiet(arguments: list[str]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
+def into(place: int | IO[str], arguments: list[str], **environment: str) -> tuple[int, str]:
+    """The exit code and stderr of a command whose stdout goes to ``place``."""
     ended = subprocess.run(
         [sys.executable, "-m", "dispatcher.cli", *arguments],
-        stdout=writer,
+        stdout=place,
         stderr=subprocess.PIPE,
+        text=True,
         cwd=ROOT,
+        env={**os.environ, **environment},
         check=False,
     )
+    return ended.returncode, ended.stderr
+
+
+#: Every way to stdout: our own, and those of what parses the command line. An empty text is no variable.
+OUTPUTS: list[tuple[list[str], dict[str, str]]] = [
+    (["problems", "--json"], {}),
+    (["show", CONV], {"PYTHONUNBUFFERED": ""}),
+    (["--version"], {"PYTHONUNBUFFERED": "1"}),
+    ([], {}),
+    (["run", "--help"], {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "ascii"}),
+    (["--help"], {"PYTHONUNBUFFERED": ""}),
+    ([], {"_DISPATCHER_COMPLETE": "complete_bash", "COMP_WORDS": "dispatcher ", "COMP_CWORD": "1"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment"), OUTPUTS)
+def test_a_closed_pipe_is_quiet_and_a_full_disk_is_one_line(arguments: list[str], environment: dict[str, str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert into(writer, arguments, **environment) == (141, "")
     os.close(writer)
-    assert ended.stderr == b""
-    assert ended.returncode == 141
-
-
-def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "dispatcher.cli", "problems"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: stdout cannot be written")
-    assert ended.stderr.count("\n") == 1
+        code, err = into(full, arguments, **environment)
+    assert code == 2
+    assert err.startswith("error: stdout cannot be written") and err.count("\n") == 1
+
+
+def test_a_stderr_that_nobody_reads_changes_nothing() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", sys.executable, "-m", "dispatcher.cli"]
+    ended = subprocess.run([*command, "--debug", "show", "nope"], stdout=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_cannot_be_encoded_is_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str) -> None:
+    stray = os.fsdecode(b"stray\xff")  # a file name in no encoding
+    file = tmp_path / f"{stray}.yaml"
+    text = Path(str(dispatcher.load_problem(CONV).path)).read_text(encoding="utf-8")
+    file.write_text(re.sub("(?m)^title: .*", "title: Größe → kleiner", text), encoding="utf-8")
+    title = "Größe → kleiner".encode(encoding, "backslashreplace")
+
+    def said(code: int, *arguments: str) -> tuple[bytes, bytes]:
+        out, err = io.BytesIO(), io.BytesIO()
+        for name, taken in (("stdout", out), ("stderr", err)):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(taken, encoding, "strict"))
+        assert cli.main(arguments) == code
+        return out.getvalue(), err.getvalue()
+
+    output, plan = f"{file}.npy", ("--device", "numpy", "--no-verify")
+    assert title in said(0, "show", str(file))[0]
+    assert json.loads(said(0, "show", str(file), "--json")[0])["title"] == "Größe → kleiner"
+    assert rb"stray\udcff.yaml.npy" in said(0, "run", str(file), *plan, "--output", output)[0]
+    assert json.loads(said(0, "run", str(file), *plan, "--output", output, "--json")[0])["output"] == output
+    assert rb"\udcffx.yaml" in said(2, "show", f"{tmp_path / stray}x.yaml")[1]
+    assert rb"\udcff" in said(3, "run", str(file), "--device", stray)[1]
 
 
 def test_a_closed_stdin_and_a_narrow_terminal() -> None:

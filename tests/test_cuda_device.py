@@ -351,6 +351,37 @@ def counting_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     driver._contexts.update(before)
 
 
+def test_settings_of_the_compiler_count(
+    counting_nvcc: Path, tensors: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compilations() -> int:
+        driver._contexts.clear()
+        before = len(counting_nvcc.read_text().split())
+        close(compiled(SMALL)(tensors), reference(SMALL, tensors))
+        return len(counting_nvcc.read_text().split()) - before
+
+    assert compilations() == 2
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
+    assert compilations() == 2
+    assert compilations() == 0
+    for unsafe in ("--use_fast_math", "-ftz=true", "-prec-div=false"):
+        monkeypatch.setenv("NVCC_PREPEND_FLAGS", f"-O3 {unsafe}")
+        found = toolkit.find()
+        assert isinstance(found, str)
+        assert f"NVCC_PREPEND_FLAGS is '-O3 {unsafe}'" in found
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ftz=false -prec-div=true")
+    assert isinstance(toolkit.find(), toolkit.Toolkit)
+
+
+def test_a_compiler_that_was_slow_to_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISPATCHER_NVCC", str(script(tmp_path / "nvcc", "exec sleep 9")))
+    monkeypatch.setattr(toolkit, "_PROBE_TIMEOUT_S", 0.1)
+    assert "did not work" in str(toolkit.find())
+    script(tmp_path / "nvcc", "echo release 12.4,")
+    monkeypatch.setattr(toolkit, "_PROBE_TIMEOUT_S", 30.0)
+    assert isinstance(toolkit.find(), toolkit.Toolkit)
+
+
 def test_cache(counting_nvcc: Path, tensors: dict[str, np.ndarray]) -> None:
     def compilations() -> int:
         driver._contexts.clear()  # forget the modules that are loaded

@@ -306,7 +306,9 @@ MUTANTS = {
         "for (int c = threadIdx.x; c < box.channels", "global mean",
     ),
     "another lane's channel": ("conv_halo.cu", "lane = c % 8 / 2; lane", "lane = c % 4; lane", "instance_norm"),
-    "shift forgotten": ("gather.cuh", "double(state[0]) + sum / count", "sum / count", "instance_norm"),
+    "centre forgotten": (
+        "gather.cuh", "double(state[0]) + double(state[PITCH])", "double(state[PITCH])", "instance_norm"
+    ),
     "spread of the means forgotten": (
         "gather.cuh", "x.c + y.c + apart * apart", "x.c + y.c + 0. * apart", "instance_norm"
     ),

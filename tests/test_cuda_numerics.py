@@ -16,6 +16,7 @@ from tests.strategies import conv_operator, operator_of, problem_of, tensors_of
 
 BOTH = pytest.mark.parametrize("algorithm", ["halo", "fma"])
 LAYER_NORM = {"op": "layer_norm", "eps": 1e-5}
+INSTANCE = {"op": "instance_norm", "eps": 1e-5}
 SPATIAL = {"op": "softmax", "axis": "spatial"}
 
 
@@ -85,6 +86,25 @@ def test_layer_norm_with_a_large_mean(algorithm: str) -> None:
     x = np.array([40000, 40001, 40002, 40003], np.float32).reshape(1, 4, 1, 1, 1)
     wanted = [-1.3416354, -0.4472118, 0.4472118, 1.3416354]
     np.testing.assert_allclose(run(op, x, w, algorithm).ravel(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "along"), [(LAYER_NORM, (1, 17, 1, 2, 8), (1,)), (INSTANCE, (1, 8, 2, 4, 9), (2, 3, 4))]
+)
+@BOTH
+def test_norms_of_awkward_rows(algorithm: str, norm: Any, shape: tuple[int, ...], along: tuple[int, ...]) -> None:
+    """An outlier first, a fill value, equal values, an offset: of few bits, which the convolution does not change."""
+    op, w = identity(shape, [norm])
+    noise = np.round(np.random.default_rng(3).standard_normal(shape) * 64) / 64
+    first = np.zeros(shape, bool)
+    first[tuple(0 if axis in along else slice(None) for axis in range(5))] = True
+    outliers = [np.where(first, far, noise) for far in (2.0**20, 2.0**66)]
+    for x in (*outliers, noise * 2.0**100, noise + 2.0**12, noise):
+        result = run(op, x.astype(np.float32), w, algorithm)
+        apart = x - x.mean(along, keepdims=True)
+        exact = apart / np.sqrt(np.square(apart).mean(along, keepdims=True) + 1e-5)
+        assert (np.abs(result - exact) <= 6 * 2.0**-24 * np.abs(exact).max(along, keepdims=True)).all()
+    assert (run(op, np.full(shape, 3.578125, np.float32), w, algorithm) == 0).all()
 
 
 @pytest.mark.parametrize("channels", [4099, 400000])

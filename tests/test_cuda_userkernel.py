@@ -15,14 +15,15 @@ from cuda_support import SIMULATED, device, machine, simulator_only
 from fakes import CONV
 
 from dispatcher import cli
-from dispatcher.backends.cuda import toolkit, userkernel
+from dispatcher.backends.cuda import BACKEND, toolkit, userkernel
 from dispatcher.check import judging, kernelrun
 from dispatcher.check.judging import Judgement, verify_kernel
-from dispatcher.device import selftest
+from dispatcher.device import selection, selftest
 from dispatcher.errors import BuildError, DeviceError, InputError
+from dispatcher.interface import Device
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.userkernel import Kind, UserKernel
-from tests import children, cudasim
+from tests import cheats, children, cudasim
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 
 GUIDE = (Path(__file__).resolve().parent.parent / "docs" / "your-kernel.md").read_text(encoding="utf-8")
@@ -225,6 +226,57 @@ def test_faults_of_host_functions_are_verdicts(write: Write, fault: str) -> None
     assert reason in judgement.reason
 
 
+@quick
+@pytest.mark.parametrize("cheat", [None, *cheats.CHEATS])
+def test_a_kernel_that_cheats_is_wrong(write: Write, cheat: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(cheats.CUDA)
+    cheats.check(cheat, cheats.judge(cheat, path, monkeypatch, device="cuda:0", global_size=420, local_size=84))
+
+
+THREAD = f"""
+#include <thread>
+static void compute{PARAMETERS};
+void solution{PARAMETERS} {{
+    std::thread([=] {{
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        compute(input, weights, scale, output, n, ic, oc, d, h, w, factor);
+    }}).detach();
+}}
+"""
+CLOCK = f"""
+#include <chrono>
+#include <vector>
+static void compute{PARAMETERS};
+void solution{PARAMETERS} {{
+    static std::vector<REAL> kept;
+    static std::chrono::steady_clock::time_point before;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - before < std::chrono::seconds(9) && !kept.empty()) {{
+        for (size_t i = 0; i < kept.size(); ++i) output[i] = kept[i];
+    }} else {{
+        compute(input, weights, scale, output, n, ic, oc, d, h, w, factor);
+        kept.assign(output, output + n * oc * d * h * w);
+    }}
+    before = now;
+}}
+"""
+
+
+@simulator_only
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (THREAD, "it went on writing output after its end, while running on"),
+        (CLOCK, "its result is that of an earlier launch"),
+    ],
+    ids=["leaves its work to a thread", "keeps results while the clock shows that it is timed"],
+)
+def test_a_host_function_that_cheats_is_wrong(write: Write, source: str, reason: str) -> None:
+    judgement = judge_product(write(f"{source}{ON_HOST.replace('void solution', 'static void compute')}"))
+    assert judgement.outcome == "wrong"
+    assert reason in judgement.reason
+
+
 def nvcc() -> toolkit.Toolkit:
     """The real nvcc, or a skip."""
     path = shutil.which("nvcc")
@@ -359,6 +411,9 @@ def test_kernels_are_told_from_functions(text: str, found: bool) -> None:
 def test_sizes_that_the_device_refuses(write: Write) -> None:
     with pytest.raises(InputError, match=r"local_size is \(2048,\); a block of this kernel has 1024 threads at most"):
         judge(write(KERNEL), local_size=2048)
+    for bounds in ("__launch_bounds__(32) void", "void __launch_bounds__(8 * (2 + 2), 2)"):
+        with pytest.raises(InputError, match=r"local_size is \(64,\); a block of this kernel has 32 threads at most"):
+            judge(write(KERNEL, ("void conv(", f"{bounds} conv(")))
     with pytest.raises(InputError, match="makes 65536 blocks along y"):
         judge(write(KERNEL), global_size="1, 65536", local_size="1, 1")
 
@@ -368,6 +423,44 @@ def test_without_a_device_nothing_runs(write: Write) -> None:
         verify_kernel(CONV, write(KERNEL), entry="conv", device="numpy", global_size=64, local_size=64)
     with pytest.raises(DeviceError, match="cuda:99"):
         verify_kernel(CONV, write(KERNEL), entry="conv", device="cuda:99", global_size=64, local_size=64)
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which no CUDA device is usable."""
+    unusable = Device("cuda", 0, "CUDA", "unknown", False, "the driver is missing")
+    monkeypatch.setattr(BACKEND, "probe", lambda: [unusable])
+    monkeypatch.setattr(selection, "_probed", {})
+
+
+@quick
+@pytest.mark.usefixtures("no_device")
+def test_without_a_device_it_is_compiled_and_its_parameters_are_checked(
+    write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(path: Path, *more: str) -> tuple[int, str, str]:
+        code = cli.main(["verify", CONV, "--kernel", str(path), "--entry", "conv", "--global-size", "output_elements",
+                         "--local-size", "64", *more])  # fmt: skip
+        return (code, *capsys.readouterr())
+
+    monkeypatch.setattr(userkernel, "GlobalKernel", None)
+    for request in ("all", "cuda:0,numpy"):
+        code, out, err = verdict(write(KERNEL), "--device", request)
+        assert (code, out) == (3, "")
+        assert "the driver is missing" in err
+        assert "mine.cu compiles for compute capability 9.0 and has the problem's parameters, but it could not" in err
+    code, _, err = verdict(write(KERNEL, ("size_t groups)", "int groups)")))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "does not have the problem's parameters: " in err
+    code, out, err = verdict(write(KERNEL, (WRITTEN, "output[place] = total;")))
+    assert (code, err.count("\n")) == (4, 1)
+    assert "verdict   build failed" in out
+    assert "mine.cu:" in out
+    monkeypatch.setenv(toolkit.ENVIRONMENT_VARIABLE, "no-such-program")
+    code, out, err = verdict(write(KERNEL))
+    assert (code, err.count("\n")) == (3, 1)
+    assert "the driver is missing" in err
+    assert "; it was not compiled either: DISPATCHER_NVCC is 'no-such-program', which is not a program" in err
 
 
 def test_the_command(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

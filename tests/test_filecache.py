@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import time
 from pathlib import Path
 
 import pytest
 
+from dispatcher.device import diagnosis, filecache
 from dispatcher.device.filecache import FileCache, cache_root
 
 
@@ -47,6 +49,31 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch:
     cache = FileCache("things")
     cache.put("key", b"data")
     assert cache.get("key") is None
+
+
+@pytest.mark.parametrize(
+    ("home", "words"),
+    [(None, "HOME is not set"), ("", "HOME is ''"), ("some/where", "HOME is 'some/where'"), ("/dev/null", "Not a dir")],
+)
+def test_without_a_home_nothing_is_kept_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, home: str | None, words: str
+) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(filecache, "_told", set())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if home is None else "relative")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    caches = FileCache("one"), FileCache("two")
+    assert [cache.put("key", b"data") for cache in caches] == [False, False]
+    assert [cache.get("key") for cache in caches] == [None, None]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert words in said and "compiled anew in every process; set XDG_CACHE_HOME" in said
+    finding = next(finding for finding in diagnosis._host() if finding.subject == "cache folder")
+    assert finding.verdict == "problem" and words in finding.detail
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_killed_writers_left_is_swept(cache: FileCache) -> None:

@@ -48,7 +48,10 @@ ROOMS = (
 #: What a backend may know of the dispatcher.
 INTERFACE = {
     "dispatcher.problem.dlpack",
+    "dispatcher.problem.messages",
+    "dispatcher.device.childprocess",
     "dispatcher.device.filecache",
+    "dispatcher.device.machine",
     "dispatcher.errors",
     "dispatcher.interface",
     "dispatcher.ops.forms",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dispatcher.backends.numpy_ref import reference
-from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors
+from dispatcher.check.inputs import INPUT_SETS, meaningful_sets, random_tensors, varied
 from dispatcher.errors import InputError
 from dispatcher.problem.operator import Operator, bind
 from dispatcher.problem.schema import problem_from_mapping
@@ -67,6 +67,12 @@ DIGESTS = {
     ("denormal", "float16"): "61ff90ae76ac3e45",
     ("denormal", "float32"): "46153304b5a4fd95",
     ("denormal", "float64"): "b741f7d092469448",
+    ("spikes", "float16"): "25c2ba1a4ab4b77d",
+    ("spikes", "float32"): "51aae9863d588272",
+    ("spikes", "float64"): "8e8304c93e46f971",
+    ("gaps", "float16"): "c910460bc82bc0bc",
+    ("gaps", "float32"): "2d68895ab93896c0",
+    ("gaps", "float64"): "dffa5706d1a64cd1",
     ("one_nan", "float16"): "c4c293b6754087d0",
     ("one_nan", "float32"): "711d117583a041d8",
     ("one_nan", "float64"): "64bf91f81423b1f8",
@@ -238,6 +244,20 @@ def test_graded_input_halves_with_each_step() -> None:
         )
 
 
+@pytest.mark.parametrize(("dtype", "spike"), [("float16", 2.0**12), ("float32", 2.0**40), ("float64", 2.0**40)])
+def test_spikes_are_few_and_gaps_are_zero(dtype: str, spike: float) -> None:
+    operator = conv_operator((1, 16, 8, 16, 16), 6, (2, 3, 2), dtype=dtype)
+    signed, spikes, gaps = (random_tensors(operator, 0, kind=kind) for kind in ("signed", "spikes", "gaps"))
+    odd = np.abs(spikes["x"]) == spike
+    assert 5 < odd.sum() < 40 and (spikes["x"][odd] > 0).any() and (spikes["x"][odd] < 0).any()
+    np.testing.assert_array_equal(spikes["x"][~odd], signed["x"][~odd])
+    np.testing.assert_array_equal(spikes["w"], signed["w"])
+    assert not gaps["w"][:, ::2, :, 0].any() and not gaps["x"].reshape(1, 16, 8, 4, 4, 16)[:, :, :, :, 2:].any()
+    np.testing.assert_array_equal(gaps["w"][:, :, :, 1:], signed["w"][:, :, :, 1:])
+    np.testing.assert_array_equal(gaps["w"][:, 1::2], signed["w"][:, 1::2])
+    assert (gaps["x"] == signed["x"]).mean() > 0.49
+
+
 @pytest.mark.parametrize(("kind", "factor"), [("large", 256), ("small", 1 / 256)])
 def test_large_and_small_weights(kind: str, factor: float) -> None:
     signed, scaled = random_tensors(small(), 0), random_tensors(small(), 0, kind=kind)
@@ -274,7 +294,7 @@ def test_graded_falls_along_the_spatial_axes_of_any_rank(shape: tuple[int, ...])
 def test_which_sets_show_something() -> None:
     def sets(*pipeline: Any) -> set[str]:
         operator = conv_operator((1, 4, 4, 4, 4), 4, (3, 3, 3), after=list(pipeline))
-        return set(meaningful_sets(operator)) - {"signed", "graded", "denormal", "one_nan", "one_inf"}
+        return set(meaningful_sets(operator)) - {"signed", "graded", "spikes", "gaps", "denormal", "one_nan", "one_inf"}
 
     softmax = {"op": "softmax", "axis": "spatial"}
     norm = {"op": "layer_norm", "axis": "channel"}
@@ -303,3 +323,20 @@ def test_integers_are_exact_where_they_are_meaningful() -> None:
         assert "integers" in meaningful_sets(operator)
         tensors = random_tensors(operator, 0, kind="integers")
         np.testing.assert_array_equal(compute(operator, tensors), reference(operator, tensors))
+
+
+def test_varied_tensors_are_new_or_nearly_the_same() -> None:
+    generator = np.random.default_rng(3)
+    shapes = {"input": (4, 8, 5, 6, 7), "scale": (1, 6, 1, 1, 1)}
+    tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    before = {name: array.copy() for name, array in tensors.items()}
+    new, near, both = (varied(tensors, steps) for steps in ([("new", 1)], [("near", 1)], [("new", 1), ("near", 1)]))
+    for name, array in tensors.items():
+        assert np.array_equal(array, before[name])
+        assert not np.isin(new[name], array).any()
+        assert np.array_equal(np.sort(near[name], axis=None), np.sort(array, axis=None))
+        assert np.array_equal(varied(new, [("near", 1)])[name], both[name])
+    assert 8 <= (near["input"] != tensors["input"]).sum() <= 32
+    assert 8 <= (both["input"] != new["input"]).sum() <= 32
+    assert not np.isin(varied(tensors, [("new", 2)])["input"], new["input"]).any()
+    assert all(array is tensors[name] for name, array in varied(tensors, []).items())

@@ -462,7 +462,7 @@ def test_parameters_may_be_written_compactly(write: Any) -> None:
         ("size_t = 2", "int = 2", 7, ("parameters.stride_h, stride_w", "'int = 2'")),
         ("size_t = 2", "size_t = 2.5", 7, ("default", "2.5", "integer")),
         ("stride_h, stride_w:", "stride_h, stride_h:", 7, ("'stride_h' is declared twice",)),
-        ("factor: double", "factor: double\n  kernel: double", 11, ("kernel is an extent", "size_t")),
+        ("factor: double", "factor: double\n  width: double", 11, ("width is an extent", "size_t")),
         ("idle: unused double = 0.5", "idle: double = 0.5", 9, ("idle is used by no step", "unused")),
         ("groups: size_t = 1", "groups: unused size_t = 1", 8, ("groups is declared as unused, but it is used",)),
         ("[0, [1, 2]]", "[0, [1, 2, 3]]", 12, ("padding[1]", "a list of 3", "pair")),
@@ -648,7 +648,7 @@ def test_required_keys(key: str) -> None:
     assert refused(mapping) == f"problem mapping: the key '{key}' is missing; add it"
 
 
-@pytest.mark.parametrize("name", sorted(INTERFACE_NAMES))
+@pytest.mark.parametrize("name", sorted({*INTERFACE_NAMES, "kernel", "output"}))
 def test_argument_names_of_the_interface_are_reserved(name: str) -> None:
     mapping = valid()
     parameter(mapping, "factor")["name"] = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fakes import CONV, LAYERNORM, MAXMAX, SOFTMAX, SUM, FakeBackend, conv_tenso
 
 import dispatcher
 from dispatcher.check.inputs import random_tensors
-from dispatcher.device import machine, splitting
+from dispatcher.device import limits, machine, splitting
 from dispatcher.device.selection import FallbackWarning, backend_devices
 from dispatcher.errors import DeviceMemoryError
 from dispatcher.interface import Device, Timings
@@ -217,19 +218,98 @@ def test_a_result_larger_than_the_host_s_memory_is_refused_before_it_is_allocate
         dispatcher.run(CONV, device="numpy", input=x, kernel=w, stride=1099)
 
 
-def test_what_is_available_comes_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo, limit, usage = (tmp_path / name for name in ("meminfo", "limit", "usage"))
-    monkeypatch.setattr(machine, "_MEMINFO", meminfo)
-    monkeypatch.setattr(machine, "_CGROUPS", ((limit, usage),))
+class System:
+    """Files that say what a system lets this process take."""
+
+    def __init__(self, root: Path, groups: str, *mounts: str) -> None:
+        self.root = root
+        self.write("proc/meminfo", "MemTotal: 900 kB\nMemAvailable:       500 kB\n")
+        self.write("proc/self/cgroup", groups)
+        lines = (
+            f"30 29 0:1 {line.replace('AT', str(root / 'my groups').replace(' ', chr(92) + '040'))}" for line in mounts
+        )
+        self.write("proc/self/mountinfo", "".join(f"{line}\n" for line in lines))
+
+    def write(self, name: str, text: str) -> None:
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def group(self, name: str, **files: str) -> None:
+        for file, text in files.items():
+            self.write(f"my groups/{name}/{file.replace('__', '.')}", f"{text}\n")
+
+
+V1 = ("/ AT/memory rw - cgroup cgroup rw,memory", "/ AT/cpu rw - cgroup cgroup rw,cpu,cpuacct")
+V2 = ("/ AT/v2 rw,nosuid shared:4 - cgroup2 cgroup2 rw",)
+SLURM = "5:memory:/slurm/job_1/step_0\n4:cpuacct,cpu:/slurm/job_1\n1:name=systemd:/x\n0::/\n"
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., System]:
+    def make(*files: str) -> System:
+        monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "proc/meminfo")
+        monkeypatch.setattr(limits, "_PROC", tmp_path / "proc")
+        return System(tmp_path, *files)
+
+    return make
+
+
+def test_what_is_available_comes_from_the_system(system: Callable[..., System]) -> None:
+    made = system("")
+    assert machine.available_bytes() == 500 << 10
+    made.write("proc/meminfo", "MemTotal: 9 kB\n")
     assert machine.available_bytes() is None
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       5 kB\n")
-    limit.write_text("max\n")
-    usage.write_text("700\n")
-    assert machine.available_bytes() == 5 << 10
-    limit.write_text("2700\n")
+
+
+def test_the_tightest_control_group_on_the_way_up_counts(system: Callable[..., System]) -> None:
+    made = system("0::/user.slice/job/step\n", *V2)
+    made.group("v2/user.slice/job/step", memory__max="max", memory__current="100")
+    assert machine.available_bytes() == 500 << 10
+    made.group("v2/user.slice/job", memory__max="9000", memory__high="max", memory__current="7000")
     assert machine.available_bytes() == 2000
-    limit.write_text("600\n")
+    cache = "anon 1\nfile 5500\ninactive_file 3000\nactive_file 1000\nslab_reclaimable 500\nshmem 900"
+    made.group("v2/user.slice/job", memory__stat=cache)  # all of which the system drops where memory is needed
+    assert machine.available_bytes() == 6500
+    made.group("v2/user.slice/job", memory__high="8000")
+    assert machine.available_bytes() == 5500
+    made.group("v2/user.slice", memory__max="4000", memory__current="unreadable")
+    assert machine.available_bytes() == 4000
+    made.group("v2", memory__max="600", memory__current="700")
     assert machine.available_bytes() == 0
+    made.group("v2/user.slice/job", cpu__max="max 100000")
+    assert machine.cores() == len(os.sched_getaffinity(0))
+    made.group("v2/user.slice", cpu__max="50000 100000")
+    assert machine.cores() == 1
+
+
+def test_control_groups_of_version_1_and_of_both(system: Callable[..., System]) -> None:
+    made = system(SLURM, *V1, *V2)
+    stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 300\ntotal_active_file 50"
+    unlimited = {"memory__limit_in_bytes": str(2**63 - 4096), "memory__usage_in_bytes": "10"}
+    made.group("memory/slurm/job_1/step_0", **unlimited)
+    assert machine.available_bytes() == 500 << 10
+    made.group("memory/slurm/job_1", memory__limit_in_bytes="5000", memory__usage_in_bytes="1000", memory__stat=stat)
+    made.group("cpu/slurm/job_1", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert (machine.available_bytes(), machine.cores()) == (4350, len(os.sched_getaffinity(0)))
+    made.group("cpu/slurm", cpu__cfs_quota_us="20000", cpu__cfs_period_us="100000")
+    assert machine.cores() == 1
+    # In a container the mount begins at the own group, or the group is not to be seen at all.
+    for group in ("/docker/abc", "/docker/abc/deeper", "/../elsewhere", "/other"):
+        made.write("proc/self/cgroup", f"5:memory:{group}\n")
+        made.write("proc/self/mountinfo", f"1 1 0:1 /docker/abc {made.root}/c rw - cgroup cgroup rw,memory\n")
+        made.write("c/memory.limit_in_bytes", "77\n")
+        assert machine.available_bytes() == 77
+
+
+@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_resource_limits_count(system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    made = system("")
+    made.write("proc/self/status", "Name: me\nVmSize:\t 100 kB\nVmData:\t 30 kB\nThreads: 3\n")
+    used = {resource.RLIMIT_AS: 100 << 10, resource.RLIMIT_DATA: 30 << 10}[kind]
+    found = {kind: (used + 7, used + 9)}
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: found.get(asked, (resource.RLIM_INFINITY,) * 2))
+    assert machine.available_bytes() == 7
 
 
 # ---- life after it -----------------------------------------------------------------------------------------

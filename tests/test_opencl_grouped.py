@@ -227,9 +227,9 @@ class Refusing:
     """Stands for a runtime whose compiler lets work-groups of ``most`` work-items run."""
 
     def __init__(self, most: int, local_bytes: int) -> None:
-        self.most, self.local_bytes, self.device = most, local_bytes, self
+        self.most, self.local_bytes, self.device, self.raw = most, local_bytes, self, self
 
-    def program(self, text: str) -> Any:
+    def kernel(self, text: str, name: str) -> Any:
         return self
 
     def get_work_group_info(self, name: int, device: Any) -> int:
@@ -245,7 +245,6 @@ class Refusing:
 def test_a_kernel_that_needs_too_much_gets_smaller_groups(
     most: int, local_bytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches.cl, "Kernel", lambda program, name: program)
     operator = operator_of({"x": (64, 64, 8, 8, 8)}, [over("softmax", "spatial")])
     target = Target(cast(Any, SimpleNamespace(cpu=False, lanes=lambda real: 1)), LARGE, "")
     (task,) = tasks_of(operator, target, Options("tiled"), [])

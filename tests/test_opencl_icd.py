@@ -7,6 +7,7 @@ Intel's if it is installed.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher import registry
 from dispatcher.backends.opencl import icd
+from dispatcher.device.selection import backend_devices
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the loader is left alone here")
 
@@ -393,3 +396,65 @@ def test_the_loader_finds_intels_runtime(tmp_path: Path) -> None:
         [sys.executable, "-c", program], check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True
     )
     assert "Intel(R) OpenCL" in child.stdout, child.stdout + child.stderr
+
+
+SOMEBODY_ASKED_BEFORE = """
+import pyopencl
+try:
+    pyopencl.get_platforms()
+except pyopencl.Error:
+    pass
+import numpy, dispatcher
+x = numpy.ones((1, 1, 2, 2, 2), "f4")
+print(dispatcher.run("conv-transpose-3d-asym-input-sq-kernel", device="opencl:intel", input=x, kernel=x).sum())
+"""
+
+
+def test_intels_runtime_is_found_beside_other_users_and_libraries(tmp_path: Path) -> None:
+    """The loader was asked before, and the linker would find another libtbb.so.12 first."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    try:
+        metadata.distribution("intel-opencl-rt")
+    except metadata.PackageNotFoundError:
+        pytest.skip("intel-opencl-rt is not installed; pip install 'kernel-dispatcher[cpu]' brings it")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make another libtbb.so.12 with")
+    command = [compiler, "-shared", "-Wl,-soname,libtbb.so.12", "-o", str(tmp_path / "libtbb.so.12"), "-x", "c", "-"]
+    subprocess.run(command, check=True, input=b"int nothing;")
+    dropped = (*icd.USER_VARIABLES, icd.OWN_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment.update(XDG_CACHE_HOME=str(tmp_path), LD_LIBRARY_PATH=str(tmp_path), DISPATCHER_SELF_TEST="off")
+    child = subprocess.run(
+        [sys.executable, "-c", SOMEBODY_ASKED_BEFORE],
+        check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (child.stdout, child.stderr) == ("64.0\n", "")
+
+
+def test_a_library_in_the_way_is_named(machine: Machine, intel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(icd, "load_error", lambda library: "libtbb.so.12: undefined symbol: _ZN3tbb")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/other/lib")
+    assert "LD_LIBRARY_PATH is '/opt/other/lib'" in icd.prepare_icd_vendors().reason
+
+
+def test_settings_of_compilers_cannot_change_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = next((found for found in backend_devices("opencl") if found.available), None)
+    if device is None:
+        pytest.skip("there is no usable OpenCL device")
+    import pyopencl as cl
+
+    backend = registry.backend("opencl")
+    runtime = backend._runtime(device)  # type: ignore[attr-defined]
+    monkeypatch.setenv("PYOPENCL_BUILD_OPTIONS", "-cl-fast-relaxed-math -cl-opt-disable")
+    program = runtime._build("__kernel void nothing() {}")
+    given = program.get_build_info(runtime.device, cl.program_build_info.OPTIONS)
+    assert "-cl-std" in given and "fast" not in given and "opt-disable" not in given
+    keys = set()
+    for value in ("", "1"):
+        monkeypatch.setenv("IGC_SomeSetting", value)
+        keys.add(type(runtime)(runtime.platform, runtime.device)._key("text"))
+    assert len(keys) == 2
+    monkeypatch.setenv("POCL_EXTRA_BUILD_FLAGS", "-g -cl-fast-relaxed-math")
+    (refused,) = backend.probe()
+    assert not refused.available
+    assert "POCL_EXTRA_BUILD_FLAGS is '-g -cl-fast-relaxed-math'" in (refused.reason or "")

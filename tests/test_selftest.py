@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ from faulty_icd import FaultyRuntimes, build
 
 import dispatcher
 from dispatcher import cli
-from dispatcher.device import childprocess, selection, selftest
+from dispatcher.check import trial
+from dispatcher.device import childprocess, machine, selection, selftest
+from dispatcher.device.childprocess import Ended
 from dispatcher.device.selftest import SelfTest
 from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device
@@ -109,19 +112,17 @@ def test_a_runtime_that_kills_whoever_lists_it_is_left_out(faulty: FaultyRuntime
     assert "it kills a process that lists its devices" in finding["detail"]
 
 
-def test_a_kernel_that_does_not_build_is_exit_4_or_a_warning(faulty: FaultyRuntimes) -> None:
+def test_a_device_whose_kernels_do_not_build_is_barred_while_that_lasts(faulty: FaultyRuntimes) -> None:
     runtime = faulty("refuse")
     (device,) = runtime.devices()
+    assert not device["available"]
     assert device["facts"]["self_test"].startswith("failed: ")
-    assert "fails" in runtime.dispatcher("devices").stdout
-    named = runtime.dispatcher("run", CONV, "--device", "opencl:0")
-    assert named.returncode == 4
+    named = runtime.dispatcher("run", CONV, "--device", "opencl")
+    assert named.returncode == 3
+    assert "error: device opencl: its self-test failed: " in named.stderr
     assert "the OpenCL compiler refused a kernel" in named.stderr
-    auto = runtime.dispatcher("run", CONV)
-    assert auto.returncode == 0
-    assert auto.stderr.count("the OpenCL compiler refused a kernel") == 1
-    assert "warning: opencl:0" in auto.stderr
-    assert "device    numpy" in auto.stdout
+    (device,) = runtime.devices(FAULTY_MODE="refuse-once")  # and silence is no refusal: a build is tried again
+    assert device["facts"]["self_test"] == "ok"
 
 
 def test_outcomes_are_kept_and_forgotten_on_demand(faulty: FaultyRuntimes) -> None:
@@ -130,6 +131,8 @@ def test_outcomes_are_kept_and_forgotten_on_demand(faulty: FaultyRuntimes) -> No
     assert device["available"]
     assert "self_test" not in device["facts"]
     assert runtime.devices(DISPATCHER_SELF_TEST="off") == [device]
+    (hurried,) = runtime.devices(DISPATCHER_SELF_TEST="0.1")
+    assert not hurried["available"]  # which is no fault of the device
     assert runtime.contexts == 0
     (first,) = runtime.devices()
     assert first["available"]
@@ -213,6 +216,74 @@ def test_what_came_from_outside_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp
         assert kept or "another answer" in found.reason
 
 
+BEGUN = ("begins",)
+CLOSED = (*BEGUN, {"outcome": "closed", "reason": "no room"})
+
+
+@pytest.mark.parametrize(
+    ("ended", "outcome", "asked_again"),
+    [
+        (Ended(None, "", BEGUN, ""), "hung", "with a longer limit"),
+        (Ended(None, "", (), ""), "hung", "always"),
+        (Ended(None, "", BEGUN, "", starved_s=3.0), "hung", "always"),
+        (Ended(-11, "SIGSEGV", BEGUN, ""), "crashed", "when memory or a setting changes"),
+        (Ended(-24, "SIGXCPU", BEGUN, ""), "crashed", "always"),
+        (Ended(-1, "SIGHUP", BEGUN, ""), "crashed", "always"),
+        (Ended(0, "", CLOSED, ""), "closed", "always"),
+        (Ended(0, "", BEGUN, ""), "failed", "always"),  # where SIGCHLD is ignored, a crash looks like this
+        (Ended(1, "", (), ""), "error", "always"),
+    ],
+)
+def test_a_failure_is_kept_for_what_it_was_found_under(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: Ended, outcome: str, asked_again: str
+) -> None:
+    asked: list[float] = []
+
+    def run_child(function: str, arguments: Any, limit_s: float, environment: Any) -> Ended:
+        asked.append(limit_s)
+        return ended
+
+    def ask(limit_s: int) -> int:
+        monkeypatch.setenv(selftest.VARIABLE, str(limit_s))
+        found = selftest.try_device(DEVICE, "dispatcher.backends.opencl")
+        assert found is not None and found.outcome == outcome
+        return len(asked)
+
+    monkeypatch.setattr(selftest, "run_child", run_child)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1 << 20)
+    scarce = ask(5)
+    monkeypatch.setattr(machine, "available_bytes", lambda: None)
+    assert ask(5) - scarce == (asked_again != "with a longer limit")
+    before = ask(5)
+    again = asked_again == "always"
+    assert [ask(5) - before, ask(4) - before] == [again, 2 * again]
+    before = ask(4)
+    assert ask(6) - before == (again or asked_again == "with a longer limit")
+    before = ask(6)
+    monkeypatch.setenv("CL_CONFIG_SOMETHING", "1")
+    assert ask(6) - before == 1
+
+
+def test_a_frozen_application_is_not_started_again(
+    install_backends: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(selftest.VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    install_backends(FakeBackend("cuda"))
+    assert cli.main(["devices"]) == 0
+    assert "was left out: this application is frozen" in capsys.readouterr().out
+    findings = {finding.subject: finding for finding in dispatcher.doctor().findings}
+    assert "this application is frozen" in findings["self-tests"].detail
+    with pytest.raises(OSError, match="frozen"):
+        childprocess.run_child("tests.test_childprocess:leave", [], 1.0)
+    monkeypatch.setattr(sys, "frozen", False)
+    monkeypatch.setattr(sys, "executable", "")
+    found = selftest.try_device(DEVICE, "dispatcher.backends.opencl")
+    assert found is not None and "this Python is embedded" in found.reason
+
+
 def test_the_switch(children: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for text, limit in (("", 60.0), ("on", 60.0), ("OFF", None), ("0", None), ("2.5", 2.5)):
         monkeypatch.setenv(selftest.VARIABLE, text)
@@ -247,6 +318,51 @@ def test_devices_of_a_class_are_ranked_by_speed(install_backends: Install, outco
     order = [label for label, _ in selection.candidates(selection.parse_request("auto"))]
     assert order == ["cuda:1", "cuda:0", "opencl:2", "opencl:1", "opencl:0", "numpy"]
     assert dispatcher.compile(CONV, device="cuda", case="sample").device.id == "cuda:0"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_speeds_that_are_the_same_within_their_spreads_leave_the_order(
+    install_backends: Install, outcomes: dict[str, SelfTest], swapped: bool
+) -> None:
+    """Whichever of the two equals was a little faster this time, the slow one comes last and the fast one first."""
+    install_backends(FakeBackend("opencl", devices=["slow", "one", "two", "fast"], kind="cpu"))
+    speeds = {"opencl:1": 100.0, "opencl:2": 104.0}
+    if swapped:
+        speeds = dict(zip(speeds, reversed(speeds.values()), strict=True))
+    speeds |= {"opencl:0": 50.0, "opencl:3": 150.0}
+    outcomes.update({name: SelfTest("ok", "", speed, (speed - 3.0, speed + 1.0)) for name, speed in speeds.items()})
+    order = [label for label, _ in selection.candidates(selection.parse_request("auto"))]
+    assert order == ["opencl:3", "opencl:1", "opencl:2", "opencl:0", "numpy"]
+
+
+def test_a_speed_is_the_median_of_several_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call that is much faster than the others, and a few that are slower, change nothing."""
+    now, calls, flops = [0.0], [0], [0]
+
+    class Clock:
+        perf_counter = staticmethod(lambda: now[0])
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+    class Fake(FakeBackend):
+        def compile(self, *given: Any) -> Any:
+            executable = super().compile(*given)
+            flops[0] = given[0].flops
+
+            def run(tensors: Any, output: Any = None) -> Any:
+                calls[0] += 1
+                now[0] += {5: 1e-6, 7: 0.05}.get(calls[0], 0.001 * (1 + calls[0] % 3 / 100))
+                return executable(tensors, output)
+
+            return run
+
+    monkeypatch.setattr(trial, "time", Clock)
+    fake = Fake(kind="cpu")
+    found = trial._test(fake, 0, fake.probe()[0].name)
+    readings = [1e9 * reading / flops[0] for reading in (found.gflops or 0.0, *(found.spread or ()))]
+    assert readings == pytest.approx([1e3 / 1.01] * 3, rel=0.02) and calls[0] > 100
 
 
 @pytest.mark.parametrize("outcome", sorted(selftest.BARRED))

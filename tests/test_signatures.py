@@ -18,6 +18,8 @@ CALLS = (
     dispatcher.compile,
     dispatcher.explain,
     dispatcher.verify,
+    dispatcher.verify_kernel,
+    dispatcher.tune_problem,
     dispatcher.benchmark,
     dispatcher.CompiledOperator.__call__,
     dispatcher.CompiledOperator.prepare,
@@ -32,7 +34,7 @@ def test_every_argument_of_the_interface_is_reserved_and_nothing_else() -> None:
         for name, parameter in inspect.signature(call).parameters.items()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
-    assert names - {"output"} == INTERFACE_NAMES  # output may be the result's name
+    assert names - {"output", "kernel"} == INTERFACE_NAMES  # output may be the result's name, and kernel a tensor's
 
 
 def test_no_shorthand_of_the_bundled_problems_hides_a_parameter_or_an_argument() -> None:

@@ -34,7 +34,7 @@ from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.userkernel import UserKernel
 from dispatcher.report import streams
-from tests import children
+from tests import cheats, children
 from tests.strategies import REQUIRED
 from tests.strategies import SCALED_PRODUCT as PROBLEM
 
@@ -144,6 +144,16 @@ def test_every_dtype_and_every_kind_of_parameter(write: Write, device: str, dtyp
     )  # fmt: skip
     assert (judgement.outcome, judgement.reason) == ("passed", "")
     assert judgement.kernel.global_size == (32, 7, 2)
+
+
+@quick
+def test_tensors_may_be_called_what_our_files_are(write: Write, device: str) -> None:
+    problem = json.loads(json.dumps(PROBLEM).replace('"input"', '"result"').replace('"weights"', '"request"'))
+    (judgement,) = verify_kernel(
+        problem, write(source=PRODUCT), device=device, build_options=TYPES["float32"], repeats=1,
+        global_size="30, 7, 2", inputs="signed,integers",
+    )  # fmt: skip
+    assert (judgement.outcome, judgement.reason) == ("passed", "")
 
 
 @quick
@@ -350,6 +360,19 @@ def test_no_room_on_the_device_is_a_verdict(device: str, tmp_path: Path) -> None
         loaded.place("input", huge)
 
 
+# ---- kernels that cheat ------------------------------------------------------------------------------------
+@quick
+@pytest.mark.parametrize("cheat", [None, *cheats.CHEATS])
+def test_a_kernel_that_cheats_is_wrong(
+    write: Write, device: str, cheat: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judgement = cheats.judge(cheat, write(source=cheats.OPENCL), monkeypatch, device=device,
+                             global_size=420, build_options=["-cl-std=CL2.0"])  # fmt: skip
+    if "program scope variable" in judgement.reason:
+        pytest.skip(f"{device} has no variables that outlive a launch")
+    cheats.check(cheat, judgement)
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 def user_kernel(text: str, **fields: Any) -> UserKernel:
     """A kernel for the plain convolution."""
@@ -390,6 +413,31 @@ def test_vectors_and_types_of_one_s_own_will_do(write: Write, device: str) -> No
         ("    const long OD", "    __global const float* input = (__global const float*)vectors;\n    const long OD"),
     )
     assert judge(kernel, device).passed
+
+
+@quick
+@pytest.mark.parametrize(
+    ("declared", "sizes", "wanted"),
+    [
+        ("64, 1, 1", {"local_size": 64}, ""),
+        ("64, 1, 1", {}, ""),
+        ("8, 4, 1", {"global_size": "output_elements, 4", "local_size": "8, 4"}, ""),
+        ("64, 1, 1", {"local_size": 32}, "local_size is (32,), and solution in"),
+        ("64, 1, 1", {"local_size": 32}, "is declared with reqd_work_group_size(64, 1, 1); give local_size 64 (--l"),
+        ("64, 1, 1", {"global_size": 20161}, "local_size is None, and solution in"),
+        ("8, 4, 1", {}, "reqd_work_group_size(8, 4, 1); give local_size 8,4 (--local-size)"),
+        ("64, 1, 1", {"global_size": "output_elements, 4", "local_size": "64, 4"}, "give local_size 64 (--local-size)"),
+    ],
+)
+def test_the_size_of_a_group_is_the_one_that_a_kernel_declares(
+    write: Write, device: str, declared: str, sizes: dict[str, Any], wanted: str
+) -> None:
+    kernel = write(("__kernel void", f"__kernel __attribute__((reqd_work_group_size({declared}))) void"))
+    if not wanted:
+        assert judge(kernel, device, **sizes).passed
+        return
+    with pytest.raises(InputError, match=re.escape(wanted)):
+        judge(kernel, device, **sizes)
 
 
 @quick
@@ -569,6 +617,9 @@ class Flaky:
     def __init__(self, results: dict[int, list[float]]) -> None:
         self.results, self.launches, self.margin, self.poisoned = results, 0, 0, False
 
+    def place(self, name: str, array: np.ndarray, margin: int) -> None:
+        assert margin == OTHER_MARGIN
+
     def poison(self, name: str) -> None:
         self.poisoned = True
 
@@ -583,27 +634,59 @@ class Flaky:
         return found, (b"\0" + found[1:] if self.launches == self.margin else found)
 
 
-def test_every_repeated_launch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_launches_are_kept_for_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = UserKernel("m.cl", "", "/", "f", (("output", "output"),), "float32", (1,))
-    request = {"numbers": {}, "output_shape": [2], "warmup": 1, "repeats": 5, "timing_s": 60.0}
-    first = {"checksums": {}, "beside": [], "crc": zlib.crc32(bytes(8))}
+    request = {"numbers": {}, "output_shape": [2], "warmup": 1, "repeats": 5, "timing_s": 60.0, "share": 2, "keep": 100}
 
-    def repeated(margin: int, **results: list[float]) -> Any:
+    def repeated(margin: int, launches: int = 9, timed: int = 5, **results: list[float]) -> Any:
         loaded: Any = Flaky({int(name[1:]): values for name, values in results.items()})
         loaded.margin = margin
-        found = kernelrun._Runs(loaded, kernel, tmp_path, request).repeat(first)
-        assert (loaded.launches, len(found["times_s"]), found["kernel_s"]) == (6, 5, [0.5] * 5)
+        found = kernelrun._Runs(loaded, kernel, tmp_path, request).repeat(zlib.crc32(bytes(8)))
+        assert (loaded.launches, len(found["times_s"]), found["kernel_s"]) == (launches, timed, [0.5] * timed)
         return found["repeated"]
 
-    assert repeated(0) is None
-    found = repeated(0, n1=[0.0, 1.0], n3=[2.0, 0.0], n4=[0.0, 1.0])
-    assert [np.load(tmp_path / f"result-{name}.npy").tolist() for name in found["results"]] == [[0, 1], [2, 0]]
-    assert repeated(2) == {
-        "checksums": {}, "results": [],
-        "beside": ["it wrote beside output: 1 bytes, the nearest 0 bytes behind the end of it"],
-    }  # fmt: skip
-    monkeypatch.setattr(kernelrun, "KEPT_RESULTS", 8)
-    assert len(repeated(0, n1=[0.0, 1.0], n3=[2.0, 0.0])["results"]) == 1
+    # The first differs from inputs before in a few elements, the next six are new, then one that differs in a few.
+    found = repeated(0, n3=[0.0, 1.0], n4=[2.0, 0.0], n5=[0.0, 1.0])
+    assert [[way for way, _ in each["inputs"]] for each in found] == [["near"], *[["new"]] * 6, ["new", "near"]]
+    assert [each["recalled"] for each in found] == [True, True, False, False, True, True, True, True]
+    values = [np.load(tmp_path / f"result-{each['result']}.npy").tolist() for each in found]
+    assert values == [[0, 0], [0, 0], [0, 1], [2, 0], [0, 1], *[[0, 0]] * 3]
+    # The last has the first launch's inputs, and is looked at where its result is another one.
+    assert repeated(0, n9=[1.0, 0.0])[-1]["inputs"] == []
+    found = repeated(2, launches=2, timed=0)
+    assert found[-1]["beside"] == ["it wrote beside output: 1 bytes, the nearest 0 bytes behind the end of it"]
+    found = repeated(0, launches=4, timed=2, n4=[0.0, np.frombuffer(b"\xff" * 4, np.float32)[0]])
+    assert [each["unwritten"] for each in found] == [0, 0, 0, 1]
+    for limit, share in ((8, 2), (4, 1)):
+        monkeypatch.setattr(kernelrun, "KEPT_RESULTS", limit)
+        monkeypatch.setitem(request, "share", share)
+        (kept,) = repeated(0)
+        assert np.load(tmp_path / f"result-{kept['result']}.npy").shape == (share,)
+    monkeypatch.setitem(request, "timing_s", 0.0)
+    assert len(repeated(0, launches=1, timed=1)) == 1
+
+
+def test_how_much_is_compared_with_the_reference() -> None:
+    def checked(launches: int, case: str = "kernelbench", **numbers: Any) -> tuple[int, int]:
+        problem = load_problem(CONV)
+        return judging._to_check(bind_arguments(problem, sort_arguments(problem, numbers), case=case), launches)
+
+    assert checked(14, "sample")[0] == 2  # all of it, of all launches
+    assert checked(14, "sample")[1] >= 14
+    assert checked(14) == (1, 8)  # one item each, together as many as the batch has
+    assert checked(4) == (2, 4)
+    assert checked(14, batch_size=1) == (1, 3)
+
+
+@quick
+def test_a_launch_may_be_checked_in_some_of_its_batch_items(
+    write: Write, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "_to_check", lambda operator, launches: (1, launches))
+    assert judge(write(), device, repeats=5).passed
+    changed = write(("output[place] = sum;", "output[place] = isnan(input[-1]) ? sum : 1.01f * sum;"))
+    judgement = judge(changed, device)
+    assert " of 10080 elements are wrong" in judgement.reason
 
 
 def test_caught_errors() -> None:

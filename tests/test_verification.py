@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 from dispatcher.backends.numpy_ref import BACKEND, reference
+from dispatcher.backends.numpy_ref import steps as reference_steps
+from dispatcher.backends.opencl import winograd
 from dispatcher.check.comparison import bounded_reference, compare, normwise_share, poisoned, verify_result
 from dispatcher.check.inputs import INPUT_SETS, random_tensors
+from dispatcher.ops.steps import Normalize
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
 from tests.family import FIVE
-from tests.honest import compute, conv_transpose3d, replaced
+from tests.honest import StepFunction, compute, conv_transpose3d, replaced
 from tests.mutants import half_conv, tf32_conv
 from tests.strategies import Recipe, conv_operator, operator_of, pipelines, tensors_of, thorough
 
@@ -295,18 +299,17 @@ def test_the_bound_grows_with_the_taps_and_stays_sharp() -> None:
     assert not verify_result(operator, tensors, wrong).passed
 
 
-@pytest.mark.parametrize(("kernel", "neighbours"), [(3, True), (1, False)], ids=["taps", "one_tap"])
-def test_beside_large_outputs_the_bound_grows_where_transforms_mix_them(kernel: int, neighbours: bool) -> None:
-    """Along an axis on which a phase has one tap, no algorithm computes neighbours together."""
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_beside_large_outputs_the_bound_stays_that_of_an_output_alone(kernel: int) -> None:
+    """Whatever an algorithm computes together."""
     operator = conv_operator((1, 4, 1, 1, 9), 1, (1, 1, kernel))
     tensors = random_tensors(operator, 0)
     bounds = []
     for factor in (1.0, 1e4):
         tensors["x"][..., 0] *= np.float32(factor)
         bounds.append(bounded_reference(operator, tensors)[1].reshape(-1))
-    reach = kernel + 1 if neighbours else 1  # the outputs that the large input reaches, and one more
-    assert (bounds[1][:reach] > 10 * bounds[0][:reach]).all()
-    np.testing.assert_allclose(bounds[1][reach:], bounds[0][reach:], rtol=1e-3)
+    assert (bounds[1][:kernel] > 10 * bounds[0][:kernel]).all()  # the outputs that the large input reaches
+    np.testing.assert_allclose(bounds[1][kernel:], bounds[0][kernel:], rtol=1e-3)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7])
@@ -321,6 +324,67 @@ def test_equal_terms_whose_roundings_add_up_pass(value: float) -> None:
             result += compute(operator, {**tensors, "w": single})
     found = verify_result(operator, tensors, result)
     assert found.passed and found.max_error_over_bound > 0.05, found.reason
+
+
+# ---- norms and transforms that lose digits ----------------------------------------------------------------
+def deviations_norm(centred: Callable[[np.ndarray], np.ndarray]) -> StepFunction:
+    """A layer norm over channels that takes its deviations from the mean in one way."""
+
+    def norm(step: Normalize, x: np.ndarray) -> np.ndarray:
+        apart = centred(x)
+        return apart / np.sqrt(np.square(apart).mean(1, keepdims=True) + np.float32(step.eps))
+
+    return norm
+
+
+#: A mean rounded once is no fault; one whose sum grows with the offset is, and in float32 alone.
+UNSHIFTED = deviations_norm(lambda x: x - x.mean(1, keepdims=True))
+SHIFTED = deviations_norm(lambda x: x - (x[:, :1] + (x - x[:, :1]).mean(1, keepdims=True)))
+NEARLY_EQUAL = {
+    "phases_without_taps": conv_operator(
+        (1, 4, 3, 3, 3), 17, (2, 2, 2), stride=3, after=[{"op": "add", "value": 3.58}, "layer_norm", "gelu"]
+    ),
+    "large_mean": operator_of({"x": (2, 64, 3, 4, 8)}, ["layer_norm"]),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY_EQUAL)
+def test_a_mean_without_a_shift_fails(name: str) -> None:
+    operator = NEARLY_EQUAL[name]
+    tensors = random_tensors(operator, 0, kind="large_mean" if name == "large_mean" else "signed")
+    for norm, passes in ((UNSHIFTED, False), (SHIFTED, True), (reference_steps.normalize, True)):
+        result = compute(operator, tensors, replaced(Normalize=norm))
+        assert verify_result(operator, tensors, result).passed == passes
+
+
+def test_a_constant_row_is_the_bias_exactly() -> None:
+    pipeline = [{"op": "add", "value": 3.58}, {"op": "layer_norm", "bias": "b"}]
+    operator = operator_of({"x": (1, 17, 1, 2, 2), "b": (17,)}, pipeline)
+    tensors = {"x": np.zeros((1, 17, 1, 2, 2), np.float32), "b": np.linspace(-1, 1, 17, dtype=np.float32)}
+    values, bounds = bounded_reference(operator, tensors)
+    bias = tensors["b"].reshape(1, 17, 1, 1, 1).astype(np.float64)
+    np.testing.assert_array_equal(values, np.broadcast_to(bias, values.shape))
+    assert (bounds <= 2.0**-21 * np.abs(bias) + 1e-30).all()
+
+
+def test_a_winograd_transform_with_bad_points_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F(4, 4) along height and width at points whose powers grow: right in float64, too coarse in float32."""
+    monkeypatch.setitem(winograd.POINTS, 7, (0, 1, -1, 2, -2, 3))
+    transform = winograd.transform.__wrapped__(4, 4)
+    operator = conv_operator((1, 16, 1, 5, 5), 8, (1, 4, 4))  # outputs: two tiles along each axis
+    tensors = random_tensors(operator, 0)
+    for dtype, passes in ((np.float64, True), (np.float32, False)):
+        inputs, taps, outputs = (
+            np.array(rows, np.float64).astype(dtype) for rows in (transform.inputs, transform.taps, transform.outputs)
+        )
+        x = np.pad(tensors["x"][0, :, 0].astype(dtype), ((0, 0), (3, 3), (3, 3)))
+        weights = np.einsum("pk,iokl,ql->iopq", taps, tensors["w"][:, :, 0, ::-1, ::-1].astype(dtype), taps)
+        result = np.empty((8, 8, 8), np.float32)
+        for h, w in np.ndindex(2, 2):
+            tile = np.einsum("pk,ikl,ql->ipq", inputs, x[:, 4 * h : 4 * h + 7, 4 * w : 4 * w + 7], inputs)
+            product = np.einsum("ipq,iopq->opq", tile, weights)
+            result[:, 4 * h : 4 * h + 4, 4 * w : 4 * w + 4] = np.einsum("jp,opq,kq->ojk", outputs, product, outputs)
+        assert verify_result(operator, tensors, result.reshape(operator.output_shape)).passed == passes
 
 
 # ---- what is just right and just wrong ---------------------------------------------------------------------

@@ -27,14 +27,17 @@ from dispatcher.backends.opencl.tiles import (
 from dispatcher.backends.opencl.winograd import (
     MOST_TAPS,
     axis_reason,
+    even_weights,
     pack_winograd_weights,
     pair_sums,
     transform,
     winograd_starts,
 )
+from dispatcher.check.verifying import compile_for
 from dispatcher.errors import InputError
 from dispatcher.interface import Device
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from dispatcher.problem.operator import Operator
 from tests.strategies import call_on, checked_run, conv_operator, tensors_of
 
 
@@ -220,6 +223,82 @@ def test_every_transform_on_every_cpu(backend_device: Device, rows: int, name: s
         call = call_on(operator, tensors, backend_device.id, fixed)
         _, comparison = checked_run(call, tensors)
         assert comparison.passed, (options, comparison.reason)
+
+
+def uneven_data(kind: str, operator: Operator) -> dict[str, np.ndarray]:
+    """Finite data of which some outputs read little beside what their tiles hold."""
+    tensors = tensors_of(operator, "signed")
+    x, w, generator = tensors["x"], tensors["w"], np.random.default_rng(5)
+    depth, height = x.shape[2:4]
+    match kind:
+        case "fill":  # of missing values
+            x[:, :, depth // 2, height // 2, 3] = 1e20
+            x[:, 1, :1, :2, :2] = -1e20
+        case "fill_and_zero_taps":
+            x.reshape(-1)[generator.integers(0, x.size, 3)] = 1e20
+            w[:, :, :, 0] = 0
+        case "largest":  # sums overflow in the transform alone
+            x.reshape(-1)[generator.integers(0, x.size, 6)] = 3e38
+            w *= np.float32(0.1)
+        case "plane":  # one channel of a plane that both rows along depth read
+            x[:, 3, depth // 2] = 1e20
+        case "channel":
+            x[:, 3] = 1e20
+        case "rows":
+            x *= 10 ** generator.uniform(-12, 0, (depth, height, 1)).astype(np.float32)
+        case "channels":
+            x *= 10 ** generator.uniform(-6, 6, (x.shape[1], 1, 1, 1)).astype(np.float32)
+        case "elements":
+            x *= 10 ** generator.uniform(-6, 6, x.shape).astype(np.float32)
+        case "zeros":
+            x *= generator.random((depth, height, 1)) < 0.5
+        case "zero_taps":  # of half the channels alone
+            w[:, ::2, :, 0] = 0
+        case "weights":
+            w.reshape(-1)[generator.integers(0, w.size, 6)] = 1e6
+        case "denormal":
+            x *= np.float32(1e-40)
+            x.reshape(-1)[generator.integers(0, x.size, 3)] = 1
+    return tensors
+
+
+UNEVEN = (
+    "fill", "fill_and_zero_taps", "largest", "plane", "channel", "rows", "channels", "elements", "zeros", "zero_taps",
+    "weights", "denormal",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "name"), [(2, "two_taps"), (3, "one_and_two_taps"), (3, "three_taps")])
+def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device, rows: int, name: str) -> None:
+    if backend_device.backend != "opencl" or backend_device.kind != "cpu":
+        pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
+    operator = OPERATORS[name]
+    fixed = {"algorithm": "winograd", "rows": str(rows), "box": f"2x{math.lcm(rows, 2)}", "line": "rows"}
+    compiled = compile_for(operator, backend_device.id, fixed)
+    wrong = {}
+    for kind in UNEVEN:
+        tensors = uneven_data(kind, operator)
+        _, comparison = checked_run(compiled.prepare_bound(operator, tensors), tensors)
+        if not comparison.passed:
+            wrong[kind] = comparison.reason
+    assert not wrong
+
+
+def test_even_weights() -> None:
+    """No tap may be small beside the others of its channel, and few weights in a tap; channels may be."""
+    geometry = OPERATORS["three_taps"].convolutions[0].geometry
+    weight = np.random.default_rng(0).standard_normal(geometry.weight_shape)
+    scales = 10.0 ** np.arange(-3, 4).reshape(1, 7, 1, 1, 1)
+    assert even_weights(weight * scales, geometry)
+    for place, factor in (
+        ((slice(None), 3, 0), 0.01),
+        ((slice(None), 3, 1, 2), 0),
+        ((slice(0, 4), 3), 0),
+        ((5, 3, 1, 1, 1), 1e3),
+    ):
+        uneven = weight.copy()
+        uneven[place] *= factor
+        assert not even_weights(uneven, geometry), (place, factor)
 
 
 def test_rows_belong_to_winograd() -> None:

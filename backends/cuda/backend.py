@@ -14,7 +14,7 @@ from dispatcher.backends.cuda.options import parse
 from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.sources import unknown
 from dispatcher.backends.cuda.tasks import Target
-from dispatcher.backends.cuda.userkernel import load_kernel
+from dispatcher.backends.cuda.userkernel import check_kernel, load_kernel
 from dispatcher.errors import DeviceError
 from dispatcher.interface import Device, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
@@ -114,13 +114,20 @@ class CudaBackend:
         """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
         return tuning.candidates(operator, Target.of(driver.context(device.index)))
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for ``operator`` on GPUs of this model from now on."""
-        tuning.remember(operator, *_opened(device), options, gain)
+        return tuning.remember(operator, *_opened(device), options, gain)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
         return load_kernel(*_opened(device), kernel, scratch)
+
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build a user's own kernel without a device; see :class:`dispatcher.interface.KernelHost`."""
+        compiler = toolkit.find()
+        if isinstance(compiler, str):
+            raise DeviceError(compiler)
+        return check_kernel(compiler, kernel, scratch)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32.

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dispatcher.backends.cuda import toolkit
+from dispatcher.errors import install
 from dispatcher.interface import Finding
 
 _LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
@@ -36,8 +37,7 @@ def diagnose() -> Iterator[Finding]:
     try:
         yield Finding("cuda", "PyCUDA", "ok", metadata.version("pycuda"))
     except metadata.PackageNotFoundError:
-        remedy = "pip install 'kernel-dispatcher[cuda]'"
-        yield Finding("cuda", "PyCUDA", missing, "it is not installed", remedy)  # type: ignore[arg-type]
+        yield Finding("cuda", "PyCUDA", missing, "it is not installed", install("cuda"))  # type: ignore[arg-type]
     found = toolkit.find()
     if isinstance(found, str):
         remedy = f"install the CUDA toolkit, or set {toolkit.ENVIRONMENT_VARIABLE} to the path of nvcc"

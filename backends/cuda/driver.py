@@ -16,7 +16,6 @@ import importlib.util
 import math
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.cuda import toolkit
-from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError
+from dispatcher.device.filecache import Turns
+from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError, install
 from dispatcher.problem.dlpack import KDL_CUDA, capsule
 
 _ALIGNMENT = 256
@@ -49,7 +49,7 @@ def load() -> Any:
             raise DeviceError(
                 f"the NVIDIA driver library is missing ({error}); install the NVIDIA driver, then PyCUDA"
             ) from error
-        raise DeviceError("PyCUDA is not installed; pip install 'kernel-dispatcher[cuda]'")
+        raise DeviceError(f"PyCUDA is not installed; {install('cuda')}")
     try:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:
@@ -111,9 +111,30 @@ def footprint() -> str:
     with suppress(OSError):  # there only where NVIDIA's kernel module is loaded
         version = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     settings = sorted(
-        (name, value) for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_", "LD_"))
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(("CUDA_", "NVIDIA_", "NVCC_", "DISPATCHER_NVCC", "LD_"))
     )
     return repr((version, settings))
+
+
+class Block:
+    """Memory of a device, which goes back to its context when nobody refers to the block any more.
+
+    Args:
+        owner: the context.
+        size: bytes.
+        memory: PyCUDA's allocation.
+    """
+
+    def __init__(self, owner: Context, size: int, memory: Any) -> None:
+        self._owner, self._size, self._memory = owner, size, memory
+
+    def __int__(self) -> int:
+        return int(self._memory)
+
+    def __del__(self) -> None:
+        self._owner.give_back(self._size, self._memory)
 
 
 class Context:
@@ -132,6 +153,7 @@ class Context:
         self._free: dict[int, list[Any]] = defaultdict(list)
         self._streams: list[Any] = []
         self._modules: dict[toolkit.Kernel, Any] = {}
+        self._turns = Turns()
         atexit.register(self.close)
 
     @contextmanager
@@ -179,35 +201,40 @@ class Context:
             return function
 
     def module(self, kernel: toolkit.Kernel, compiler: toolkit.Toolkit) -> Any:
-        """A compiled and loaded kernel file; several threads may compile different ones at the same time."""
-        with self._lock:
-            if kernel in self._modules:
-                return self._modules[kernel]
-        image = toolkit.cubin(kernel, self.architecture, compiler, self.name)
-        with self.active():
-            try:
-                loaded = self.driver.module_from_buffer(image)
-            except (self.driver.Error, ValueError):
-                # It is no cubin, whatever its digest (PyCUDA raises a ValueError where the driver's log
-                # is not text): make it again, once.
-                image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
-                try:
-                    loaded = self.driver.module_from_buffer(image)
-                except self.driver.Error as error:
-                    raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
-        with self._lock:
-            return self._modules.setdefault(kernel, loaded)
+        """A compiled and loaded kernel file. Whoever asks for one that is being made waits for it; several threads may
+        make different ones at the same time."""
+        with self._turns(kernel):
+            if kernel not in self._modules:
+                image = toolkit.cubin(kernel, self.architecture, compiler, self.name)
+                with self.active():  # until it is kept: a module that is dropped outside is never unloaded
+                    try:
+                        self._modules[kernel] = self.driver.module_from_buffer(image)
+                    except (self.driver.Error, ValueError):
+                        # It is no cubin, whatever its digest (PyCUDA raises a ValueError where the driver's log
+                        # is not text): make it again, once.
+                        image = toolkit.cubin(kernel, self.architecture, compiler, self.name, fresh=True)
+                        try:
+                            self._modules[kernel] = self.driver.module_from_buffer(image)
+                        except self.driver.Error as error:
+                            raise KernelError(f"{kernel.file} does not load on {self.name}: {error}") from error
+            return self._modules[kernel]
 
     # ---- streams -------------------------------------------------------------------------------------------
     @contextmanager
     def stream(self) -> Iterator[Any]:
         """A stream that nobody else uses meanwhile; it waits for the legacy default stream. Use while
-        active."""
+        active.
+
+        At the end its work is done, also that of a body which was broken off: nothing writes any more to memory
+        that others may use then.
+        """
         with self._lock:
             stream = self._streams.pop() if self._streams else self.driver.Stream()
         try:
             yield stream
         finally:
+            with suppress(self.driver.Error):  # the body waits too, and says what failed
+                stream.synchronize()
             with self._lock:
                 self._streams.append(stream)
 
@@ -225,58 +252,49 @@ class Context:
             raise InputError(f"stream is {handle}; the driver cannot wait for it (error {status})")
 
     # ---- memory --------------------------------------------------------------------------------------------
-    def allocate(self, sizes: Sequence[int]) -> list[Any]:
+    def allocate(self, sizes: Sequence[int]) -> list[Block]:
         """Blocks of at least the given bytes, reused where possible; all or none. Use while active.
 
         Raises:
             DeviceMemoryError: they do not fit; the message holds the bytes and the limit.
         """
         rounded = [max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT for size in sizes]
-        blocks: list[Any] = [None] * len(rounded)
         with self._lock:
-            for place, size in enumerate(rounded):
-                if self._free[size]:
-                    blocks[place] = self._free[size].pop()
+            blocks = [Block(self, size, self._free[size].pop()) if self._free[size] else None for size in rounded]
             missing = sum(size for size, block in zip(rounded, blocks, strict=True) if block is None)
-            if not missing:
-                return blocks
             try:
-                if missing > self.driver.mem_get_info()[0]:
+                if missing and missing > self.driver.mem_get_info()[0]:
                     self.trim()
-                free, total = self.driver.mem_get_info()
-                if missing > free:
-                    raise DeviceMemoryError(
-                        f"{sum(rounded)} bytes are needed on {self.name}, {missing} of them new, "
-                        f"but {free} of its {total} bytes are free; use a smaller batch or another device"
-                    )
-                for place, size in enumerate(rounded):
-                    if blocks[place] is None:
-                        blocks[place] = self.driver.mem_alloc(size)
+                    free, total = self.driver.mem_get_info()
+                    if missing > free:
+                        raise DeviceMemoryError(
+                            f"{sum(rounded)} bytes are needed on {self.name}, {missing} of them new, "
+                            f"but {free} of its {total} bytes are free; use a smaller batch or another device"
+                        )
+                return [
+                    Block(self, size, self.driver.mem_alloc(size)) if block is None else block
+                    for size, block in zip(rounded, blocks, strict=True)
+                ]
             except (DeviceMemoryError, self.driver.Error) as error:
-                for size, block in zip(rounded, blocks, strict=True):
-                    if block is not None:
-                        self._free[size].append(block)
+                blocks.clear()
                 self.trim()
                 if isinstance(error, DeviceMemoryError):
                     raise
                 raise DeviceMemoryError(
                     f"{sum(rounded)} bytes cannot be allocated on {self.name}, which has {self.total_bytes}: {error}"
                 ) from error
-            return blocks
 
-    def release(self, sizes: Sequence[int], blocks: Sequence[Any]) -> None:
-        """Give blocks back for reuse, with the sizes they were asked for."""
-        with self._lock:
-            for size, block in zip(sizes, blocks, strict=True):
-                self._free[max(1, -(-size // _ALIGNMENT)) * _ALIGNMENT].append(block)
+    def give_back(self, size: int, memory: Any) -> None:
+        """Take a block's memory back for reuse."""
+        with self._lock:  # reentrant: garbage collection can run anywhere
+            self._free[size].append(memory)
 
     def trim(self) -> None:
         """Return memory that nobody uses to the driver. Use while active."""
         with self._lock:
-            for blocks in self._free.values():
-                for block in blocks:
-                    block.free()
-                blocks.clear()
+            for blocks in list(self._free.values()):
+                while blocks:
+                    blocks.pop().free()
 
     def close(self) -> None:
         """Give everything back, and the context itself; at exit this happens while the driver still works."""
@@ -347,13 +365,11 @@ class DeviceArray:
         dtype: NumPy dtype of the elements.
     """
 
-    def __init__(self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Any, size: int) -> None:
+    def __init__(self, owner: Context, shape: tuple[int, ...], dtype: np.dtype[Any], block: Block | None) -> None:
         self.shape = shape
         self.dtype = dtype
-        self._owner = owner
+        self._owner, self._block = owner, block
         self._pointer = 0 if block is None else int(block)
-        if block is not None:
-            weakref.finalize(self, owner.release, [size], [block])
 
     @property
     def nbytes(self) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.cuda.driver import Context, DeviceArray, device_of, interface_of
+from dispatcher.backends.cuda.driver import Block, Context, DeviceArray, device_of, interface_of
 from dispatcher.backends.cuda.program import Launch, PackedWeight, Program, Reference, strided_copy
 from dispatcher.backends.cuda.toolkit import Toolkit
 from dispatcher.errors import InputError
@@ -22,18 +21,6 @@ _VECTOR_BYTES = 16
 _COMPILERS = 4  # compilations at the same time
 
 
-@dataclass
-class _Packed:
-    """Packed weights of one state of a host tensor; returned to the pool when replaced and no longer in
-    use."""
-
-    block: Any
-    size: int
-    source: np.ndarray
-    users: int = 0
-    current: bool = True
-
-
 class CudaExecutable:
     """See :class:`dispatcher.interface.Executable`."""
 
@@ -41,8 +28,8 @@ class CudaExecutable:
         self._program, self._context, self._compiler = program, context, compiler
         self._foreign_stream = stream
         self._lock = threading.Lock()
-        self._packed: dict[int, _Packed] = {}
-        self._tables: list[Any] = []
+        # Packed weights by number, with what they were packed from. Whoever still uses older ones refers to them.
+        self._packed: dict[int, tuple[np.ndarray, Block]] = {}
         launches = [*program.launches, *(packed.launch for packed in program.packed)]
         kernels = list(dict.fromkeys(launch.kernel for launch in launches))
         with ThreadPoolExecutor(_COMPILERS) as pool:
@@ -52,11 +39,10 @@ class CudaExecutable:
                 launch.kernel: context.function(launch.kernel, launch.name, launch.shared_bytes, compiler)
                 for launch in launches
             }
-            sizes = [table.nbytes for table in program.tables]
-            self._tables = context.allocate(sizes)
+            self._tables = context.allocate([table.nbytes for table in program.tables])
             for block, table in zip(self._tables, program.tables, strict=True):
                 if table.nbytes:
-                    context.driver.memcpy_htod(block, np.ascontiguousarray(table))
+                    context.driver.memcpy_htod(int(block), np.ascontiguousarray(table))
 
     @property
     def launches(self) -> Sequence[PlannedLaunch]:
@@ -75,57 +61,32 @@ class CudaExecutable:
         )
         if operator.empty:
             return self._empty(output, on_device)
-        with self._context.active(), self._context.stream() as stream:
-            call = _Call(self, stream, timings)
-            try:
-                return call.run(tensors, output, on_device)
-            finally:
-                call.close()
+        with self._context.active(), closing(_Call(self, timings)) as call, self._context.stream() as call.stream:
+            return call.run(tensors, output, on_device)
 
     def _empty(self, output: Any, on_device: bool) -> Any:
         operator = self._program.operator
         if output is not None:
             return output
         if on_device:
-            return DeviceArray(self._context, operator.output_shape, np.dtype(operator.dtype), None, 0)
+            return DeviceArray(self._context, operator.output_shape, np.dtype(operator.dtype), None)
         return np.empty(operator.output_shape, operator.dtype)
 
     # ---- weights -------------------------------------------------------------------------------------------
-    @contextmanager
-    def _packed_weights(self, call: _Call, number: int, weight: np.ndarray) -> Iterator[int]:
+    def _packed_weights(self, call: _Call, number: int, weight: np.ndarray) -> int:
         """Address of the packed form of host tensor ``weight``, made again only when its bytes changed."""
-        size = self._program.packed[number].elements * np.dtype(self._program.compute).itemsize
         with self._lock:
             packed = self._packed.get(number)
-            if packed is None or not _same_bytes(packed.source, weight):
-                fresh = _Packed(self._context.allocate([size])[0], size, weight.copy())
-                try:
-                    call.pack(self._program.packed[number], call.upload(weight), int(fresh.block))
-                    call.stream.synchronize()
-                except BaseException:
-                    self._context.release([size], [fresh.block])
-                    raise
-                if packed is not None:
-                    packed.current = False
-                    self._drop(packed)
-                packed = self._packed[number] = fresh
-            packed.users += 1
-        try:
-            yield int(packed.block)
-        finally:
-            with self._lock:
-                packed.users -= 1
-                self._drop(packed)
-
-    def _drop(self, packed: _Packed) -> None:
-        if not packed.current and not packed.users:
-            self._context.release([packed.size], [packed.block])
-
-    def __del__(self) -> None:
-        if self._tables:
-            self._context.release([table.nbytes for table in self._program.tables], self._tables)
-        for packed in self._packed.values():
-            self._context.release([packed.size], [packed.block])
+            if packed is None or not _same_bytes(packed[0], weight):
+                recipe = self._program.packed[number]
+                size = recipe.elements * np.dtype(self._program.compute).itemsize
+                packed = weight.copy(), self._context.allocate([size])[0]
+                call.borrowed.append(packed[1])  # until nothing is written to it any more
+                call.pack(recipe, call.upload(packed[0]), int(packed[1]))
+                call.stream.synchronize()
+                self._packed[number] = packed
+            call.borrowed.append(packed[1])  # another thread may pack other weights meanwhile
+        return int(packed[1])
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
@@ -147,23 +108,25 @@ def _c_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize:
 class _Call:
     """One call: the memory it borrowed and the kernels in flight."""
 
-    def __init__(self, executable: CudaExecutable, stream: Any, timings: Timings | None) -> None:
-        self.executable, self.stream, self.timings = executable, stream, timings
+    stream: Any
+
+    def __init__(self, executable: CudaExecutable, timings: Timings | None) -> None:
+        self.executable, self.timings = executable, timings
         self.context = executable._context
         self.driver = self.context.driver
         self.program = executable._program
-        self.borrowed: list[tuple[int, Any]] = []
+        self.borrowed: list[Block] = []
         self.in_flight: list[str] = []
         self.events: list[tuple[str, Any, Any]] = []
 
     def close(self) -> None:
-        """Give borrowed memory back."""
-        self.context.release([size for size, _ in self.borrowed], [block for _, block in self.borrowed])
+        """Give borrowed memory back; nothing is in flight any more."""
+        self.borrowed.clear()
 
     def borrow(self, *sizes: int) -> list[int]:
         """Addresses of device memory for this call."""
         blocks = self.context.allocate(sizes)
-        self.borrowed += zip(sizes, blocks, strict=True)
+        self.borrowed += blocks
         return [int(block) for block in blocks]
 
     def upload(self, array: np.ndarray, address: int | None = None) -> int:
@@ -221,49 +184,48 @@ class _Call:
         result_bytes = math.prod(operator.output_shape) * dtype.itemsize
         if self.executable._foreign_stream is not None:
             self.context.wait_for(self.stream, self.executable._foreign_stream)
-        with ExitStack() as stack:
-            start = self.event()
-            hosts = {name: tensor for name, tensor in tensors.items() if interface_of(tensor) is None}
-            uploads = {name: tensor for name, tensor in hosts.items() if self._is_read(name)}
-            sizes = [tensor.nbytes for tensor in uploads.values()]
-            values = [program.value_bytes(index) for index in program.values]
-            target = self._output_address(output) if output is not None and on_device else None
-            blocks = self.borrow(*sizes, *values, *program.scratch_bytes, *([] if target else [result_bytes]))
-            if target is None:
-                target = blocks[-1]
-            addresses = self.tables()
-            for name, address in zip(uploads, blocks, strict=False):
-                addresses[Reference("tensor", name)] = self.upload(uploads[name], address)
-            for index, address in zip(program.values, blocks[len(sizes) :], strict=False):
-                addresses[Reference("value", index)] = address
-            for number, address in enumerate(blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]):
-                addresses[Reference("scratch", number)] = address
-            addresses[Reference("value", len(operator.steps))] = target
-            for name, tensor in tensors.items():
-                if name not in hosts:
-                    addresses[Reference("tensor", name)] = self._in_place(name, tensor)
-            uploaded = self.event()
-            for number, packed in enumerate(program.packed):
-                if packed.tensor in hosts:
-                    address = stack.enter_context(self.executable._packed_weights(self, number, hosts[packed.tensor]))
-                else:
-                    (address,) = self.borrow(packed.elements * np.dtype(program.compute).itemsize)
-                    self.pack(packed, addresses[Reference("tensor", packed.tensor)], address)
-                addresses[Reference("packed", number)] = address
-            before = self.event()
-            for launch in program.launches:
-                self.launch(launch, addresses)
-            after = self.event()
-            result = self._result(output, on_device, target, result_bytes)
-            done = self.event()
-            self._finish()
-            if self.timings is not None:
-                self.timings.upload_s = 1e-3 * uploaded.time_since(start)
-                self.timings.kernel_s = 1e-3 * after.time_since(before)
-                self.timings.download_s = 1e-3 * done.time_since(after)
-                self.timings.launches = [(name, 1e-3 * b.time_since(a)) for name, a, b in self.events]
-                self.timings.clock = "device"
-            return result
+        start = self.event()
+        hosts = {name: tensor for name, tensor in tensors.items() if interface_of(tensor) is None}
+        uploads = {name: tensor for name, tensor in hosts.items() if self._is_read(name)}
+        sizes = [tensor.nbytes for tensor in uploads.values()]
+        values = [program.value_bytes(index) for index in program.values]
+        target = self._output_address(output) if output is not None and on_device else None
+        blocks = self.borrow(*sizes, *values, *program.scratch_bytes, *([] if target else [result_bytes]))
+        if target is None:
+            target = blocks[-1]
+        addresses = self.tables()
+        for name, address in zip(uploads, blocks, strict=False):
+            addresses[Reference("tensor", name)] = self.upload(uploads[name], address)
+        for index, address in zip(program.values, blocks[len(sizes) :], strict=False):
+            addresses[Reference("value", index)] = address
+        for number, address in enumerate(blocks[len(sizes) + len(values) :][: len(program.scratch_bytes)]):
+            addresses[Reference("scratch", number)] = address
+        addresses[Reference("value", len(operator.steps))] = target
+        for name, tensor in tensors.items():
+            if name not in hosts:
+                addresses[Reference("tensor", name)] = self._in_place(name, tensor)
+        uploaded = self.event()
+        for number, packed in enumerate(program.packed):
+            if packed.tensor in hosts:
+                address = self.executable._packed_weights(self, number, hosts[packed.tensor])
+            else:
+                (address,) = self.borrow(packed.elements * np.dtype(program.compute).itemsize)
+                self.pack(packed, addresses[Reference("tensor", packed.tensor)], address)
+            addresses[Reference("packed", number)] = address
+        before = self.event()
+        for launch in program.launches:
+            self.launch(launch, addresses)
+        after = self.event()
+        result = self._result(output, on_device, target, result_bytes)
+        done = self.event()
+        self._finish()
+        if self.timings is not None:
+            self.timings.upload_s = 1e-3 * uploaded.time_since(start)
+            self.timings.kernel_s = 1e-3 * after.time_since(before)
+            self.timings.download_s = 1e-3 * done.time_since(after)
+            self.timings.launches = [(name, 1e-3 * b.time_since(a)) for name, a, b in self.events]
+            self.timings.clock = "device"
+        return result
 
     def _is_read(self, name: str) -> bool:
         """Do launches read tensor ``name`` itself, not only its packed form?"""
@@ -281,10 +243,8 @@ class _Call:
         operator = self.program.operator
         dtype = np.dtype(operator.dtype)
         if on_device and output is None:
-            for place, (length, block) in enumerate(self.borrowed):
-                if int(block) == target:
-                    del self.borrowed[place]
-                    return DeviceArray(self.context, operator.output_shape, dtype, block, length)
+            block = next(block for block in self.borrowed if int(block) == target)
+            return DeviceArray(self.context, operator.output_shape, dtype, block)
         if on_device:
             wanted = interface_of(output)
             assert wanted is not None

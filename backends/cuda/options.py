@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, one_of
+from dispatcher.problem.messages import brief
 
 #: Values of the option ``algorithm``.
 ALGORITHMS = ("auto", "halo", "fma")
@@ -54,12 +55,13 @@ class TileChoice:
             name, _, value = part.partition("=")
             if name not in known or name in numbers:
                 raise InputError(
-                    f"tile is {text!r}; after the box expected {', '.join(known)}, each at most once, got {part!r}"
+                    f"tile is {brief(text)}; after the box expected {', '.join(known)}, each at most once, "
+                    f"got {brief(part)}"
                 )
             flag = name in ("paired", "fold_shared")
             if not (value in ("0", "1") if flag else _is_count(value)):
                 wanted = "0 or 1" if flag else "a positive integer"
-                raise InputError(f"tile is {text!r}; expected {name} to be {wanted}, got {value!r}")
+                raise InputError(f"tile is {brief(text)}; expected {name} to be {wanted}, got {brief(value)}")
             numbers[name] = int(value)
         z, y, x = map(int, extents)
         return TileChoice((z, y, x), **numbers)
@@ -106,19 +108,19 @@ def parse(options: Mapping[str, Any]) -> Request:
     """
     for name in options:
         if name not in _NAMES:
-            raise InputError(f"option {name!r} is unknown to the cuda backend; expected one of {', '.join(_NAMES)}")
+            raise InputError(f"option {brief(name)} is unknown to the cuda backend; {one_of(name, _NAMES)}")
     algorithm = options.get("algorithm", "auto")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise InputError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+        raise InputError(f"algorithm is {brief(algorithm)}; {one_of(algorithm, ALGORITHMS)}")
     prologue = options.get("prologue", "auto")
     if not isinstance(prologue, str) or prologue not in PROLOGUES:
-        raise InputError(f"prologue is {prologue!r}; expected one of {', '.join(PROLOGUES)}")
+        raise InputError(f"prologue is {brief(prologue)}; {one_of(prologue, PROLOGUES)}")
     tuned = options.get("tuned")
     if not (tuned is None or (isinstance(tuned, str) and tuned == "ignore")):
-        raise InputError(f"tuned is {tuned!r}; expected ignore")
+        raise InputError(f"tuned is {brief(tuned)}; expected ignore")
     stream = options.get("stream")
     if stream is not None and (type(stream) is not int or stream < 0):
-        raise InputError(f"stream is {stream!r}; expected a cudaStream_t as an integer")
+        raise InputError(f"stream is {brief(stream)}; expected a cudaStream_t as an integer")
     chosen = Options(algorithm, _tiles(options.get("tile")), prologue)
     return Request(chosen, tuned is None and chosen == Options(), stream)
 
@@ -145,6 +147,6 @@ def _is_count(text: str) -> bool:
 
 def _no_tile(value: Any) -> InputError:
     return InputError(
-        f"tile is {value!r}; expected three positive integers (z, y, x), or a text such as '2x4x16' or "
+        f"tile is {brief(value)}; expected three positive integers (z, y, x), or a text such as '2x4x16' or "
         "'2x4x16,warp_m=2,resident=2'"
     )

@@ -75,15 +75,12 @@ class Microbenchmarks:
         function = context.function(self._kernel, name, 0, self._compiler)
         with context.active(), context.stream() as stream:
             blocks = context.allocate(sizes)
-            try:
-                for block, size in zip(blocks, sizes, strict=True):
-                    driver.memset_d8_async(block, 0, size, stream)
-                parameters = np.zeros((), _PARAMS)
-                parameters["out"], parameters["in"] = int(blocks[0]), int(blocks[-1])
-                parameters["count"] = count
-                times = [self._seconds(function, name, parameters, stream) for _ in range(RUNS + 1)]
-            finally:
-                context.release(sizes, blocks)
+            for block, size in zip(blocks, sizes, strict=True):
+                driver.memset_d8_async(int(block), 0, size, stream)
+            parameters = np.zeros((), _PARAMS)
+            parameters["out"], parameters["in"] = int(blocks[0]), int(blocks[-1])
+            parameters["count"] = count
+            times = [self._seconds(function, name, parameters, stream) for _ in range(RUNS + 1)]
         return min(times[1:])
 
     def _seconds(self, function: Any, name: str, parameters: Any, stream: Any) -> float:
@@ -104,9 +101,6 @@ def flush(context: Context) -> None:
     driver = context.driver
     size = 2 * int(driver.Device(context.index).get_attribute(driver.device_attribute.L2_CACHE_SIZE) or (64 << 20))
     with context.active(), context.stream() as stream:
-        blocks = context.allocate([size])
-        try:
-            driver.memset_d8_async(blocks[0], 0, size, stream)
-            stream.synchronize()
-        finally:
-            context.release([size], blocks)
+        (block,) = context.allocate([size])
+        driver.memset_d8_async(int(block), 0, size, stream)
+        stream.synchronize()

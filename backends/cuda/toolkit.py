@@ -17,14 +17,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from dispatcher.device.filecache import FileCache
+from dispatcher.device.filecache import FileCache, Turns
 from dispatcher.errors import BuildError
 
 KERNELS = Path(__file__).parent / "kernels"
 CUBINS = FileCache("cuda")
+_turns = Turns()
 ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
-_PROBE_TIMEOUT_S = 2.0
+_PROBE_TIMEOUT_S = 30.0
 _COMPILE_TIMEOUT_S = 300.0
+#: What nvcc reads beside its command line.
+_VARIABLES = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),
+)
+#: Options that lose bits, or NaN.
+_UNSAFE_OPTION = re.compile(r"-use_fast_math|-ftz[= ]?t(?:rue)?\b|-prec-(?:div|sqrt)[= ]?f(?:alse)?\b")
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,9 @@ class Toolkit:
 def find() -> Toolkit | str:
     """The compiler, or why there is none."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
+    for name, value in {ENVIRONMENT_VARIABLE: named, **_settings()}.items():
+        if option := _UNSAFE_OPTION.search(value or ""):
+            return f"{name} is {value!r}, and with -{option[0]} results are not what is promised; leave that out"
     if named:
         words = shlex.split(named)
         if not words or shutil.which(words[0]) is None:
@@ -57,14 +68,22 @@ def find() -> Toolkit | str:
     return _ask((path,))
 
 
-@lru_cache(maxsize=8)
+def _settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+
+
 def _ask(command: tuple[str, ...]) -> Toolkit | str:
     try:
-        answer = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
-        )
+        return _answer(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{shlex.join(command)} --version did not work: {error}"
+
+
+@lru_cache(maxsize=8)
+def _answer(command: tuple[str, ...]) -> Toolkit:
+    answer = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+    )
     version = answer.stdout.strip()
     release = re.search(r"release (\d+)\.(\d+)", version)
     return Toolkit(command, version, None if release is None else (int(release[1]), int(release[2])))
@@ -118,7 +137,7 @@ def sources_digest() -> str:
 
 
 def _key(kernel: Kernel, architecture: int, toolkit: Toolkit) -> str:
-    parts = (sources_digest(), kernel, architecture, toolkit.command, toolkit.version)
+    parts = (sources_digest(), kernel, architecture, toolkit.command, toolkit.version, _settings())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -134,10 +153,11 @@ def cubin(kernel: Kernel, architecture: int, toolkit: Toolkit, device: str, *, f
         BuildError: the compiler refused it, or did not run.
     """
     key = _key(kernel, architecture, toolkit)
-    image = None if fresh else CUBINS.get(key)
-    if not image:
-        image = compile_kernel(kernel, architecture, toolkit, device)
-        CUBINS.put(key, image)
+    with _turns(key):  # two devices of one kind may ask at the same time
+        image = None if fresh else CUBINS.get(key)
+        if not image:
+            image = compile_kernel(kernel, architecture, toolkit, device)
+            CUBINS.put(key, image)
     return image
 
 
@@ -172,7 +192,7 @@ def run(command: Sequence[str], output: Path, where: str) -> bytes:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, cwd=output.parent, check=False
         )
-        image = output.read_bytes() if done.returncode == 0 else b""
+        image = output.read_bytes() if done.returncode == 0 and output.exists() else b""
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"cannot compile {where}: {error}", shlex.join(command)) from error
     log = f"{done.stdout}{done.stderr}".strip()

@@ -22,7 +22,7 @@ from dispatcher.backends.cuda.tiles import HaloTask, HaloTile, estimates
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, ScalarOperand, Shape, Step
 from dispatcher.problem.operator import Operator
-from dispatcher.timing.winners import store, stored
+from dispatcher.timing.winners import measured_with, store, stored
 
 _log = logging.getLogger(__name__)
 
@@ -79,10 +79,14 @@ def candidates(operator: Operator, target: Target) -> list[dict[str, str]]:
 
 def remember(
     operator: Operator, context: Context, compiler: toolkit.Toolkit, options: Mapping[str, Any], gain: float
-) -> None:
-    """Keep ``options``, measured to be ``gain`` times as fast as the default, for such operators on such a device."""
+) -> bool:
+    """Keep ``options``, measured to be ``gain`` times as fast as the default, for such operators on such a device.
+
+    Returns:
+        Whether they could be kept.
+    """
     default = lower(operator, Target.of(context), Options())
-    store(_key(operator, context, compiler, default), options, gain)
+    return store(_key(operator, context, compiler, default), options, gain, measured_with(operator, context.name))
 
 
 def program(operator: Operator, context: Context, compiler: toolkit.Toolkit) -> Program:

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dispatcher.backends.cuda.driver import Context
-from dispatcher.backends.cuda.toolkit import KERNELS, Toolkit, run
+from dispatcher.backends.cuda.toolkit import KERNELS, Toolkit, architectures, run
 from dispatcher.errors import BuildError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import MARGIN, MARGIN_BYTES, LoadedKernel
 from dispatcher.problem.userkernel import Kind, UserKernel
@@ -28,10 +28,33 @@ _CHECKED = {"float16": "unsigned short", "float32": "float", "float64": "double"
 _WRITTEN = {**_CHECKED, "float16": "__half"}
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _AXES = "XYZ"
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+#: What is compiled for where there is no device, as far as the compiler knows it.
+_USUAL_ARCHITECTURE = 90
+
+
+class Architecture(NamedTuple):
+    """What code is made for where there is no context: a compute capability as one number, such as 90."""
+
+    architecture: int
 
 
 def load_kernel(context: Context, compiler: Toolkit, kernel: UserKernel, scratch: Path) -> LoadedKernel:
     """See :meth:`dispatcher.interface.KernelHost.load_kernel`."""
+    image = _build(context, compiler, kernel, scratch)
+    return (HostFunction if kernel.global_size is None else GlobalKernel)(context, kernel, image)
+
+
+def check_kernel(compiler: Toolkit, kernel: UserKernel, scratch: Path) -> str:
+    """See :meth:`dispatcher.interface.KernelHost.check_kernel`."""
+    known = architectures(compiler)
+    target = Architecture(max((each for each in known if each <= _USUAL_ARCHITECTURE), default=_USUAL_ARCHITECTURE))
+    _build(target, compiler, kernel, scratch)
+    return f"for compute capability {target.architecture // 10}.{target.architecture % 10}"
+
+
+def _build(context: Context | Architecture, compiler: Toolkit, kernel: UserKernel, scratch: Path) -> Path:
+    """The cubin or the library of a kernel whose form goes with its sizes; see :func:`_compile`."""
     on_host = kernel.global_size is None
     is_kernel = is_global(kernel)
     if on_host and is_kernel:
@@ -39,14 +62,12 @@ def load_kernel(context: Context, compiler: Toolkit, kernel: UserKernel, scratch
             f"{kernel.entry} in {kernel.file} is a __global__ kernel; give global_size and local_size, or the name of "
             "a function that launches it"
         )
-    if on_host:
-        return HostFunction(context, kernel, _compile(context, compiler, kernel, scratch))
-    if not is_kernel:
+    if not on_host and not is_kernel:
         raise InputError(
             f"{kernel.file} has no __global__ kernel {kernel.entry!r}; leave global_size and local_size out for a "
             "function of the host"
         )
-    return GlobalKernel(context, kernel, _compile(context, compiler, kernel, scratch))
+    return _compile(context, compiler, kernel, scratch)
 
 
 def is_global(kernel: UserKernel) -> bool:
@@ -89,7 +110,7 @@ def command_line(
     ]  # fmt: skip
 
 
-def _compile(context: Context, compiler: Toolkit, kernel: UserKernel, scratch: Path) -> Path:
+def _compile(context: Context | Architecture, compiler: Toolkit, kernel: UserKernel, scratch: Path) -> Path:
     """Compile the user's file; returns the cubin or the library.
 
     Raises:
@@ -119,6 +140,9 @@ class _OnDevice:
         self._context, self._kernel = context, kernel
         self._blocks: dict[str, Any] = {}
         self._sizes: dict[str, int] = {}
+        # It does not wait for the default stream, so that it shows when a thread goes on putting work into that.
+        with self._active("making a stream") as driver:
+            self._stream = driver.Stream(_NON_BLOCKING)
 
     @contextmanager
     def _active(self, what: str) -> Iterator[Any]:
@@ -153,8 +177,9 @@ class _OnDevice:
         """See :meth:`dispatcher.interface.LoadedKernel.fetch`."""
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         with self._active(f"reading {name} back") as driver:
+            driver.memcpy_dtoh_async(array, self._address(name), self._stream)
+            self._stream.synchronize()
             driver.memcpy_dtoh(before, self._address(name) - MARGIN_BYTES)
-            driver.memcpy_dtoh(array, self._address(name))
             driver.memcpy_dtoh(behind, self._address(name) + array.nbytes)
         return before.tobytes(), behind.tobytes()
 

@@ -7,7 +7,6 @@ some step mixes batch items is worked on as a whole.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dispatcher.backends.numpy_ref.steps import Array, Progress, apply
+from dispatcher.device.machine import cores
 from dispatcher.errors import InputError
 from dispatcher.interface import Device, PlannedLaunch, Roofline, Tensors, Timings
 from dispatcher.ops.steps import Pointwise, ScalarOperand, Step, TensorOperand, ValueOperand
@@ -111,8 +111,8 @@ def for_each_chunk(operator: Operator, work: Callable[[slice], None]) -> None:
             work(chunk)
 
     largest = largest_item(operator) * max((part.stop - part.start for part in parts), default=0)
-    threads = min(len(parts), os.cpu_count() or 1, BUSY_ELEMENTS // max(1, largest))
-    if threads < 2:
+    threads = min(len(parts), BUSY_ELEMENTS // max(1, largest))
+    if threads < 2 or (threads := min(threads, cores())) < 2:
         for part in parts:
             quiet(part)
         return

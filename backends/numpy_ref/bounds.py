@@ -30,10 +30,20 @@ from dispatcher.problem.operator import Operator
 
 @dataclass(frozen=True)
 class Bounded:
-    """A value of the pipeline and, in the same shape, the largest error a correct implementation makes."""
+    """A value of the pipeline and, in the same shape, the largest error a correct implementation makes.
+
+    Attributes:
+        common: an error on top, which all elements have alike: a norm's deviations from the mean do not have it.
+    """
 
     value: Array
     error: Array
+    common: float = 0.0
+
+    @property
+    def whole(self) -> Bounded:
+        """The same with all of it in ``error``."""
+        return Bounded(self.value, self.error + self.common) if self.common else self
 
 
 @dataclass(frozen=True)
@@ -91,16 +101,6 @@ def _smallest(array: Array) -> float:
     return float(np.min(array, where=array > 0.0, initial=np.inf)) if np.any(array > 0.0) else 1.0
 
 
-def _largest_neighbour(values: Array, axis: int, distance: int) -> Array:
-    """The largest of each element and the two that lie ``distance`` away along ``axis``."""
-    before = (slice(None),) * axis + (slice(None, -distance),)
-    behind = (slice(None),) * axis + (slice(distance, None),)
-    largest: Array = values.copy(order="K")
-    np.maximum(largest[behind], values[before], out=largest[behind])
-    np.maximum(largest[before], values[behind], out=largest[before])
-    return largest
-
-
 class _Rules:
     """How each step passes on errors and which ones it adds. ``y`` is the step's exact value."""
 
@@ -128,30 +128,33 @@ class _Rules:
 
     def compute(self, step: Step, x: Bounded, operands: Sequence[Bounded | float]) -> Bounded:
         """One step of the pipeline with its error."""
-        bounded = [operand if isinstance(operand, Bounded) else self.number(operand) for operand in operands]
+        bounded = [operand.whole if isinstance(operand, Bounded) else self.number(operand) for operand in operands]
+        common = 0.0
+        if isinstance(step, Pointwise) and step.function in ("add", "subtract") and bounded[0].value.ndim == 0:
+            # The number is rounded once, for all elements.
+            common = x.common + float(bounded[0].error)
+            x, bounded = Bounded(x.value, x.error), [Bounded(bounded[0].value, np.float64(0.0))]
+        elif not isinstance(step, Normalize):
+            x = x.whole
         y = reference.apply(step, x.value, [operand.value for operand in bounded], self.advance)
         error = self.table[type(step)](step, x, y, *bounded)
         # An infinite or undefined value has no error: it is met exactly or not at all.
-        return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0))
+        return Bounded(y, np.where(np.isfinite(y), error + self.arithmetic.tiny, 0.0), common)
 
     def convolution(self, step: Convolution, x: Bounded, y: Array, weight: Bounded, *bias: Bounded) -> Array:
         """The rounding of products and partial sums, and the input's errors times the weights."""
         terms = step.geometry.longest_sum + len(bias)
-        # Winograd transforms add and subtract two to four numbers, before and after, on the axes where a phase
-        # has several taps.
-        transformed = [axis.most_taps > 1 for axis in step.geometry.axes]
-        unit = self.arithmetic.sum_of(terms + 3 * sum(transformed)) + 2.0 * self.arithmetic.product
+        # Winograd transforms round a sum once more before and after, on the axes where a phase has several taps: a
+        # fifth more, of the output's own terms. What an implementation lets leak from others is not granted.
+        transformed = any(axis.most_taps > 1 for axis in step.geometry.axes)
+        unit = (1.2 if transformed else 1.0) * self.arithmetic.sum_of(terms) + 2.0 * self.arithmetic.product
         # Partial sums of terms in no particular order are of the size of sqrt(y^2 + sum of squared terms).
         # Independent errors of the terms add up in the same way, so that one convolution gives both.
         squares = self.squares(step, np.square(x.value) + np.square(2.0 / unit * x.error), weight.value)
         for term in bias:
             squares += np.square(term.value)
-        # They compute neighbours of one phase together, with errors of the size of the largest. What is infinite
-        # or undefined has no error and lends none.
+        # What is infinite or undefined has no error.
         squares[~np.isfinite(squares)] = 0.0
-        for axis, along in enumerate(step.geometry.axes, start=2):
-            if transformed[axis - 2]:
-                squares = _largest_neighbour(squares, axis, along.stride)
         y_squared = np.square(y)
         squares = np.maximum(squares, y_squared / terms)
         error: Array = unit * np.sqrt(y_squared + squares)
@@ -184,6 +187,8 @@ class _Rules:
         """A few roundings, and what the function makes of its arguments' errors at their ends."""
         form, unit = step.form, self.arithmetic.roundoff
         error: Array = 4.0 * unit * np.abs(y)
+        if step.function in ("add", "subtract"):  # rounding a sum changes it by no more than its smaller term
+            error = np.minimum(error, np.minimum(*(np.abs(term.value) + term.error for term in (x, *arguments))))
         if form.rounding is not None:
             error += unit * form.rounding(x.value)
         if form.slope is not None:
@@ -204,26 +209,33 @@ class _Rules:
         return error + apart
 
     def normalize(self, step: Normalize, x: Bounded, y: Array, *affine: Bounded) -> Array:
-        """Errors of the mean, the variance and the quotient, for a variance taken in two passes."""
+        """Errors of the mean, the variance and the quotient, for a variance taken in two passes.
+
+        The sum that the mean comes from is one of deviations from some value among those averaged, so that it is exact
+        where they are equal. The mean may be rounded once, but not to what is beyond all of them.
+        """
         unit = self.arithmetic.roundoff
         parts, axes = reference.split_groups(step, x.value)
         errors, _ = reference.split_groups(step, x.error)
         count = _extent(parts, axes)
-        centred = parts - parts.mean(axis=axes, keepdims=True)
+        centred = reference.centred(parts, axes)
         variance = np.square(centred).mean(axis=axes, keepdims=True)
 
         mean_error = _together(errors, axes) / count
-        mean_error = mean_error + self.arithmetic.sum_of(count) * np.abs(parts).mean(axis=axes, keepdims=True)
-        centred_error = errors + mean_error + unit * np.abs(centred)
+        apart = np.abs(centred)
+        mean_error = mean_error + self.arithmetic.sum_of(count) * apart.mean(axis=axes, keepdims=True)
+        rounding = 3.0 * unit * np.abs(parts.mean(axis=axes, keepdims=True))
+        mean_error += np.minimum(rounding, apart.max(axis=axes, keepdims=True, initial=0.0))
+        centred_error = errors + mean_error + unit * apart
         # The mean's error enters the variance by its square only.
-        variance_error = 2.0 * _together(np.abs(centred) * errors, axes) / count
+        variance_error = 2.0 * _together(apart * errors, axes) / count
         variance_error += np.square(centred_error).mean(axis=axes, keepdims=True)
         variance_error += (self.arithmetic.sum_of(count) + 4.0 * unit) * (variance + step.eps)
         relative = np.minimum(variance_error / (variance + step.eps), 0.99)
         stretch = 1.0 / np.sqrt(1.0 - relative)
 
         deviation = np.sqrt(variance + step.eps)
-        quotient = np.abs(centred) / deviation
+        quotient = apart / deviation
         error = centred_error / deviation * stretch + quotient * (stretch - 1.0 + 4.0 * unit)
         # No element is further than sqrt(count) deviations from the mean.
         error = np.minimum(error, 2.0 * math.sqrt(count)).reshape(y.shape)
@@ -314,7 +326,7 @@ def bounded_parts(
     rules = _Rules(arithmetic_of(operator), meter)
 
     def work(chunk: slice) -> None:
-        exact = walk(operator, tensors, chunk, rules.load, rules.compute)
+        exact = walk(operator, tensors, chunk, rules.load, rules.compute).whole
         take(output_chunk(operator, chunk), np.ascontiguousarray(exact.value), np.ascontiguousarray(exact.error))
 
     for_each_chunk(operator, work)

@@ -265,6 +265,17 @@ def split_groups(step: Normalize, x: NDArray[Any]) -> tuple[NDArray[Any], tuple[
     return x.reshape(shape), tuple(axis if axis == 0 else axis + 1 for axis in step.axes)
 
 
+def centred(parts: Array, axes: tuple[int, ...]) -> Array:
+    """Deviations from the mean over ``axes``: exactly 0 for equal values, and right beside an outlier.
+
+    The first value is subtracted before a mean is taken, and the mean that is left is subtracted once more.
+    """
+    first = parts[tuple(slice(1) if axis in axes else slice(None) for axis in range(parts.ndim))]
+    apart: Array = parts - (first + (parts - first).mean(axis=axes, keepdims=True))
+    apart -= apart.mean(axis=axes, keepdims=True)
+    return apart
+
+
 def normalize(step: Normalize, x: Array, *affine: Array) -> Array:
     """``(x - mean) / sqrt(variance + eps) * weight + bias``, in two passes: the mean, then the variance.
 
@@ -274,10 +285,9 @@ def normalize(step: Normalize, x: Array, *affine: Array) -> Array:
         affine: those of weight and bias that there are, ``(1, C, 1, 1, 1)`` each.
     """
     parts, axes = split_groups(step, x)
-    centred = parts - parts.mean(axis=axes, keepdims=True)
-    variance = np.square(centred).mean(axis=axes, keepdims=True)
-    centred /= np.sqrt(variance + step.eps)
-    y: Array = centred.reshape(x.shape)
+    apart = centred(parts, axes)
+    apart /= np.sqrt(np.square(apart).mean(axis=axes, keepdims=True) + step.eps)
+    y: Array = apart.reshape(x.shape)
     given = iter(affine)
     if step.weight is not None:
         y = y * next(given)

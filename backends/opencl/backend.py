@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
+from dispatcher.backends.opencl.icd import remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, first_line
 from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
@@ -34,13 +35,13 @@ class OpenClBackend:
             import_pyopencl()
             from dispatcher.backends.opencl.runtime import find_devices
         except Exception as error:
-            return [
-                self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")
-            ]
+            return [self._missing(f"PyOpenCL cannot be imported: {first_line(error)}; {remedy()}")]
+        if refusal := unsafe_setting():
+            return [self._missing(refusal)]
         try:
             found = find_devices()
         except Exception as error:
-            return [self._missing(f"no OpenCL platform: {first_line(error)}; pip install 'kernel-dispatcher[cpu]'")]
+            return [self._missing(f"no OpenCL platform: {first_line(error)}; {remedy()}")]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
         self._found = found
@@ -48,6 +49,10 @@ class OpenClBackend:
             Device(self.name, index, each.name, cast(Any, each.kind), facts=each.details)
             for index, each in enumerate(found)
         ]
+
+    def owns(self, device: Device, array: Any) -> bool:
+        """Whether ``array``, one of PyOpenCL, is in a context of ``device``."""
+        return self._runtime(device).device in array.context.devices
 
     def footprint(self) -> str:
         """What looking for devices loads: it is tried in another process whenever this changes."""
@@ -84,17 +89,22 @@ class OpenClBackend:
 
         return load_kernel(runtime, kernel, device, scratch)
 
+    def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
+        """Build a user's own kernel where there is a device that is not to be used; OpenCL has no other compiler."""
+        self.load_kernel(kernel, device, scratch)
+        return f"on {device.name}"
+
     def candidates(self, operator: Operator, device: Device) -> Sequence[Mapping[str, Any]]:
         """Options worth measuring for ``operator``; see :func:`dispatcher.timing.tuning.tune`."""
         from dispatcher.backends.opencl.tuning import candidates
 
         return candidates(self._runtime(device), operator)
 
-    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> None:
+    def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for the convolutions of ``operator`` on this device from now on."""
         from dispatcher.backends.opencl.tuning import remember
 
-        remember(self._runtime(device), operator, Options.parse(options), gain)
+        return remember(self._runtime(device), operator, Options.parse(options), gain)
 
     def roofline(self, device: Device, dtype: str) -> Roofline:
         """Multiply-adds and copies by two kernels; float16 operators are computed in float32."""

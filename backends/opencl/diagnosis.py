@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 
 from dispatcher.backends.opencl import caches
-from dispatcher.backends.opencl.icd import IcdEntry, prepare_icd_vendors
+from dispatcher.backends.opencl.icd import IcdEntry, load_error, prepare_icd_vendors
+from dispatcher.device.childprocess import Report, no_python, run_child
+from dispatcher.errors import install
 from dispatcher.interface import Finding
 
-INSTALL = "pip install 'kernel-dispatcher[cpu]', or install your system's OpenCL driver (pocl-opencl-icd)"
+INSTALL = f"{install('cpu')}; or install your system's OpenCL driver (pocl-opencl-icd)"
 
 #: Environment variables that change what is found, and what to know of them.
 VARIABLES = {
@@ -22,6 +21,8 @@ VARIABLES = {
     "OCL_ICD_FILENAMES": "the libraries that it names are added to what the loader reads",
     "POCL_CACHE_DIR": "PoCL keeps compiled kernels there",
     "POCL_DEVICES": "PoCL lists these devices only",
+    "LD_LIBRARY_PATH": "libraries in there are loaded in place of others of the same name",
+    "PYOPENCL_BUILD_OPTIONS": "it is left out of account here",
     "PYOPENCL_CTX": "it is not used here; name a device with --device or DISPATCHER_DEVICE",
 }
 
@@ -29,10 +30,6 @@ VARIABLES = {
 #: runtime is found without them.
 _HARMLESS = ("has the same name", "already names", "anaconda1anaconda2")
 _LOAD_LIMIT_S = 20.0
-_LOAD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher.backends.opencl import icd; "
-    "icd.prepare_icd_vendors(); print(icd.load_error(sys.argv[2]) or '')"
-)
 
 
 def diagnose() -> Iterator[Finding]:
@@ -78,15 +75,18 @@ def _runtime(entry: IcdEntry) -> Finding:
 
 def _load_error(library: str) -> str:
     """Why a library does not load, or nothing; found out in a process of its own, which it may kill."""
-    command = [sys.executable, "-c", _LOAD, json.dumps(sys.path), library]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LOAD_LIMIT_S, check=False, errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        return f"it hung for {_LOAD_LIMIT_S:g} s"
+        ended = run_child(f"{__name__}:report_load_error", [library], _LOAD_LIMIT_S)
     except OSError as error:
-        return f"no process to try it in: {error}"
-    if done.returncode != 0:
-        return f"it ended the process with {done.returncode}"
-    return done.stdout.strip()
+        return "" if no_python() else f"no process to try it in: {error}"
+    if ended.code is None:
+        return f"it hung for {_LOAD_LIMIT_S:g} s"
+    if ended.code != 0 or not ended.reports:
+        return f"it ended the process with {ended.code}"
+    return str(ended.reports[0] or "")
+
+
+def report_load_error(report: Report, library: str) -> None:
+    """What the child process does."""
+    prepare_icd_vendors()
+    report(load_error(library))

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 
 from dispatcher.backends.opencl.implementations import tasks_of
-from dispatcher.backends.opencl.launches import Call, Launch, build
+from dispatcher.backends.opencl.launches import Call, Kept, Launch, build
 from dispatcher.backends.opencl.limits import limits_of
 from dispatcher.backends.opencl.lowered import Rows, Tensor, Value
 from dispatcher.backends.opencl.options import Options
@@ -78,8 +79,7 @@ class OpenClExecutable:
         # Tensors and result first: an operator that is far too large may take very long to plan.
         self._check_memory(self._outer_bytes())
         self._launches = self._plan(options)
-        self._intermediate: dict[int, Any] = {}
-        self._rows: dict[int, Any] = {}
+        self._kept: Kept = {}
         self._check_memory(self._outer_bytes() | self._inner_bytes())
 
     def _plan(self, options: Options) -> list[Launch]:
@@ -153,11 +153,18 @@ class OpenClExecutable:
         dtype = np.dtype(self._operator.dtype)
         if output is None:
             output = self._runtime.host.empty(self._operator.output_shape, dtype)
-        with self._lock:
-            try:
-                self._run(tensors, output, timings)
-            except cl.Error as error:
+        try:
+            with self._lock:
+                # A call that is broken off leaves nothing: what it had may be half made, or still be written to.
+                kept, self._kept = self._kept, {}
+                self._run(kept, tensors, output, timings)
+                self._kept = kept
+        except BaseException as error:
+            with suppress(cl.Error):
+                self._queue.finish()  # the caller may use the output and the tensors for something else now
+            if isinstance(error, cl.Error):
                 raise self._failure(error) from error
+            raise
         return output
 
     def _failure(self, error: Exception) -> KernelError:
@@ -167,25 +174,26 @@ class OpenClExecutable:
             return DeviceMemoryError(f"{device}: out of memory while running {names}: {error}; use a smaller batch")
         return KernelError(f"{device}: running {names} failed: {error}")
 
-    def _run(self, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
+    def _run(self, kept: Kept, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
         launches = self._launches
-        if not all([launch.prepare(tensors) for launch in launches]):
-            launches = self._plan(Options("gather", fusion=self._options.fusion))
+        instead = [name for launch in launches if (name := launch.prepare(kept, tensors)) is not None]
+        if instead:
+            launches = self._plan(Options(max(instead), fusion=self._options.fusion))
             for launch in launches:
-                launch.prepare(tensors)
-        self._run_launches(launches, tensors, output, timings)
+                launch.prepare(kept, tensors)
+        call = Call(self._queue, kept, {})
+        self._run_launches(launches, call, tensors, output, timings)
         # Every guard is read, so that none stays set for the next call.
-        if any([launch.met_nonfinite(self._queue) for launch in launches]):
+        if any([launch.met_nonfinite(call) for launch in launches]):
             launches = self._plan(Options("direct", fusion=self._options.fusion))
             for launch in launches:
-                launch.prepare(tensors)
-            self._run_launches(launches, tensors, output, timings)
+                launch.prepare(kept, tensors)
+            self._run_launches(launches, Call(self._queue, kept, {}), tensors, output, timings)
 
     def _run_launches(
-        self, launches: Sequence[Launch], tensors: Tensors, output: np.ndarray, timings: Timings | None
+        self, launches: Sequence[Launch], call: Call, tensors: Tensors, output: np.ndarray, timings: Timings | None
     ) -> None:
         start = time.perf_counter()
-        call = Call(self._queue, {})
         arguments = [each for launch in launches for each in launch.lowered.arguments]
         for name in {each.name for each in arguments if isinstance(each, Tensor)}:
             call.tensors[name] = self._upload(call, tensors[name])
@@ -194,13 +202,11 @@ class OpenClExecutable:
         target = self._target(output)
         call.values[final] = self._runtime.buffer(self._value_bytes(final)) if self._half else target
         for value, home in shared_storage(launches).items():
-            if home != final and home not in self._intermediate:
-                self._intermediate[home] = self._runtime.buffer(self._value_bytes(home))
-            call.values[value] = call.values[final] if home == final else self._intermediate[home]
+            if home != final:
+                call.values[home] = self._buffer(call, "value", home, self._value_bytes(home))
+            call.values[value] = call.values[home]
         for value, nbytes in self._rows_bytes(launches).items():
-            if value not in self._rows:
-                self._rows[value] = self._runtime.buffer(nbytes)
-            call.rows[value] = self._rows[value]
+            call.rows[value] = self._buffer(call, "rows", value, nbytes)
         if timings is not None:
             self._queue.finish()
             timings.upload_s += time.perf_counter() - start
@@ -222,6 +228,12 @@ class OpenClExecutable:
         if timings is not None:
             timings.download_s += time.perf_counter() - start
 
+    def _buffer(self, call: Call, kind: str, value: int, nbytes: int) -> Any:
+        """Memory between launches: an earlier call's, or new."""
+        if (kind, value) not in call.kept:
+            call.kept[kind, value] = self._runtime.buffer(nbytes)
+        return call.kept[kind, value]
+
     def _upload(self, call: Call, array: np.ndarray) -> Any:
         """A device buffer with the values of ``array`` as ``real``."""
         shared = self._runtime.facts.unified
@@ -235,9 +247,8 @@ class OpenClExecutable:
     def _convert(self, kernel: str, source: Any, target: Any, count: int) -> Any:
         """Enqueue a conversion; returns its event."""
         run = HALF_RUN if self._runtime.facts.cpu else 1
-        function = cl.Kernel(self._runtime.program(section("convert.cl", defines({"RUN": run}))), kernel)
-        function.set_args(source, target, np.uint64(count))
-        return cl.enqueue_nd_range_kernel(self._queue, function, (-(-count // run),), None)
+        function = self._runtime.kernel(section("convert.cl", defines({"RUN": run})), kernel)
+        return function.enqueue(self._queue, -(-count // run), None, source, target, np.uint64(count))
 
     def _target(self, output: np.ndarray) -> Any:
         if self._runtime.facts.unified:

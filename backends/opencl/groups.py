@@ -41,9 +41,6 @@ CHANNEL, SPATIAL = (1,), (2, 3, 4)
 LARGEST_BOX_UNIT = 12
 #: Phases of a convolution, each with weights and a table entry of its own; with more, most are holes.
 MOST_PHASES = 512
-#: Vectors of a row whose moments are taken around its first one. Where that one is an outlier, the error of a variance
-#: grows with the square of their number.
-MOST_VECTORS = 32
 #: Inputs that the taps of an axis may lie apart at most in a layout of lines, which has room for all between them.
 MOST_REACH = 1 << 12
 #: A softmax of values in a range no wider than this needs no maximum: no exponential gets lost below the others.
@@ -64,8 +61,9 @@ class Statistics:
     """What the launch that makes a value leaves of each of its rows (n, c, d, h).
 
     Attributes:
-        kind: ``moments``, the mean and the sum of squared deviations from it; ``total``, the values combined by a
-            reduction without its finish; ``exponentials``, the largest value and the sum of exponentials below it.
+        kind: ``moments``, the mean in two parts and the sum of squared deviations from it; ``total``, the values
+            combined by a reduction without its finish; ``exponentials``, the largest value and the sum of exponentials
+            below it.
         form: the reduction of a ``total``.
     """
 
@@ -75,7 +73,7 @@ class Statistics:
     @property
     def numbers(self) -> int:
         """Numbers for each row."""
-        return 1 if self.kind == "total" else 2
+        return {"moments": 3, "exponentials": 2, "total": 1}[self.kind]
 
 
 class Group:
@@ -219,8 +217,6 @@ class Group:
         width = self.steps[-1].shape[4]
         if width < lanes:
             return "rows are shorter than a vector"
-        if wanted.kind == "moments" and width > MOST_VECTORS * lanes:
-            return f"deviations from the first of more than {MOST_VECTORS} vectors would cancel"
         return wanted
 
 

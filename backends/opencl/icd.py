@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dispatcher.device.filecache import cache_root
+from dispatcher.errors import install
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
@@ -55,6 +57,15 @@ LEFT_OUT_VARIABLE = "DISPATCHER_ICD_LEFT_OUT"
 INTEL_DISTRIBUTION = "intel-opencl-rt"
 INTEL_LIBRARY = "libintelocl.so"
 INTEL_ICD_NAME = "intel-opencl-rt.icd"
+
+# How the names of variables begin that say which runtime is loaded, or what its compiler makes of a program.
+SETTINGS = ("OCL_", "OPENCL_", "POCL_", "CL_", "IGC_", "AMD_", "GPU_", "CUDA_", "RUSTICL_", "LD_")
+
+# Options of compilers that reorder sums, drop NaN, or lose bits.
+_UNSAFE_OPTION = re.compile(
+    r"-cl-(fast-relaxed-math|unsafe-math-optimizations|finite-math-only|no-signed-zeros|denorms-are-zero|mad-enable|"
+    r"single-precision-constant)|-ffast-math"
+)
 
 # What libintelocl.so needs from other wheels, in an order in which each can be loaded. By itself it looks
 # only in its own folder, which is not enough when the wheels are spread over two prefixes (for example a
@@ -186,12 +197,45 @@ def footprint() -> str:
         with contextlib.suppress(OSError):  # a bare name, which the system's linker looks up
             status = file.stat()
             versions.append((str(file), status.st_size, status.st_mtime_ns))
-    settings = sorted(
-        (name, value)
-        for name, value in os.environ.items()
-        if name.startswith(("OCL_", "OPENCL_", "POCL_", "CL_", "LD_"))
-    )
-    return repr((report.vendors, report.entries, versions, settings))
+    return repr((report.vendors, report.entries, versions, settings()))
+
+
+def settings() -> list[tuple[str, str]]:
+    """The environment variables that change which runtime is loaded, or what its compiler makes."""
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS))
+
+
+def unsafe_setting() -> str | None:
+    """Which environment variable makes compilers break what is promised of results, or None."""
+    for name, value in settings():
+        if found := _UNSAFE_OPTION.search(value):
+            return f"{name} is {value!r}, and with {found[0]} results are not what is promised; unset {name}"
+    return None
+
+
+def platforms_of(library: str) -> list[int]:
+    """Addresses of a runtime's platforms, got without the loader, which may have looked for runtimes before.
+
+    Args:
+        library: An absolute path, or a name that the system's linker looks up.
+
+    Returns:
+        What the loader would have got; nothing where the library is no runtime, or has no platform.
+    """
+    try:
+        find = ctypes.CDLL(library).clGetExtensionFunctionAddress
+    except (OSError, AttributeError):
+        return []
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    address = find(b"clIcdGetPlatformIDsKHR")
+    if not address:
+        return []
+    ask = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)(address)
+    count = ctypes.c_uint32()
+    if ask(0, None, ctypes.byref(count)):
+        return []
+    found = (ctypes.c_void_p * count.value)()
+    return [] if ask(count, found, None) else list(filter(None, found))
 
 
 def load_error(library: str) -> str | None:
@@ -334,10 +378,16 @@ def _names(library: str, found: Iterable[IcdEntry]) -> bool:
 
 
 def _advice(error: str) -> str:
-    if "undefined symbol" in error:
+    if "undefined symbol" in error and not os.environ.get("LD_LIBRARY_PATH"):
         # Two libraries of one name cannot be loaded: OpenVINO's wheel, for one, brings an older libtbb.so.12.
         return "an older copy of a library was loaded first; list the OpenCL devices before importing it"
-    return "try: pip install intel-cmplr-lib-rt tbb"
+    return remedy("try: pip install intel-cmplr-lib-rt tbb")
+
+
+def remedy(usual: str = install("cpu")) -> str:
+    """What to do where a library does not load: the usual, unless the environment may have put another in its place."""
+    path = os.environ.get("LD_LIBRARY_PATH")
+    return f"LD_LIBRARY_PATH is {path!r}: what lies there may stand in its way; try without" if path else usual
 
 
 def _wheel_file(distribution: str, name: str) -> Path | None:
@@ -357,16 +407,18 @@ def _wheel_file(distribution: str, name: str) -> Path | None:
 
 
 def _preload_intel_dependencies(folder: Path) -> None:
-    """Load what libintelocl.so needs and does not have beside it.
+    """Load what libintelocl.so needs where the linker would not take it from beside it.
 
     A library that is missing altogether is named by the linker when Intel's own library is loaded.
     """
     for distribution, name in INTEL_DEPENDENCIES:
-        if (folder / name).exists():
-            continue
-        try:
-            path = _wheel_file(distribution, name)
-        except metadata.PackageNotFoundError:
+        path: Path | None = folder / name
+        if not (folder / name).exists():
+            try:
+                path = _wheel_file(distribution, name)
+            except metadata.PackageNotFoundError:
+                continue
+        elif not os.environ.get("LD_LIBRARY_PATH"):  # where the linker would look first
             continue
         if path is not None:
             load_error(str(path))
@@ -386,7 +438,7 @@ def _private_folder(files: Mapping[str, str], earlier: Path | None) -> Path:
         return earlier
     try:
         return _cached_folder(cache_root() / "icd", files)
-    except (OSError, RuntimeError):  # RuntimeError: no home folder is known
+    except OSError:
         folder = Path(tempfile.mkdtemp(prefix="kernel-dispatcher-icd-"))
         atexit.register(_remove_in_process, folder, os.getpid())
         _write_files(folder, files)

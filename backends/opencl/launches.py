@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
@@ -12,7 +11,7 @@ import pyopencl as cl
 from dispatcher.backends.opencl.implementations import Task, choose
 from dispatcher.backends.opencl.lowered import Counter, Lowered, Rows, Scratch, Table, Tensor, Value, Weights
 from dispatcher.backends.opencl.render import KernelOperands
-from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.runtime import Kernel, OpenClRuntime
 from dispatcher.interface import PlannedLaunch, Tensors
 from dispatcher.ops.steps import ScalarOperand, TensorOperand
 
@@ -22,19 +21,27 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
 
 
-class Remembered:
-    """A device buffer made from some tensors, made again only when their bytes have changed."""
+@dataclass(frozen=True)
+class Made:
+    """A device buffer made from some tensors, and what they were then.
 
-    def __init__(self) -> None:
-        self.buffer: Any = None
-        self._copies: dict[str, np.ndarray] = {}
+    Attributes:
+        sources: copies of the tensors.
+        buffer: made from these copies.
+        instead: the algorithm to run on them in place of this one, where kernels are not right on them; or None.
+    """
 
-    def stale(self, tensors: Tensors, names: Sequence[str]) -> bool:
-        """True when the buffer has to be made; remembers the tensors' bytes."""
-        if self.buffer is not None and all(same_bytes(self._copies[name], tensors[name]) for name in names):
-            return False
-        self._copies = {name: np.array(tensors[name]) for name in names}
-        return True
+    sources: Tensors
+    buffer: Any
+    instead: str | None = None
+
+    def of(self, tensors: Tensors) -> bool:
+        """Whether the tensors still have the bytes that it was made from."""
+        return all(same_bytes(source, tensors[name]) for name, source in self.sources.items())
+
+
+#: What a call leaves for the next one: by value, and by launch and number of an argument.
+Kept: TypeAlias = dict[tuple[Any, int], Any]
 
 
 @dataclass
@@ -42,6 +49,7 @@ class Call:
     """The buffers of one call, and the events of its launches."""
 
     queue: Any
+    kept: Kept
     values: dict[int, Any]
     rows: dict[int, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +57,7 @@ class Call:
 
 
 class Launch:
-    """One launch on a device.
+    """One launch on a device. It has no state: that of its calls is in :data:`Kept`.
 
     Args:
         runtime: the device.
@@ -60,15 +68,10 @@ class Launch:
     """
 
     def __init__(
-        self, runtime: OpenClRuntime, lowered: Lowered, kernel: Any, real: np.dtype[Any], planned: PlannedLaunch
+        self, runtime: OpenClRuntime, lowered: Lowered, kernel: Kernel, real: np.dtype[Any], planned: PlannedLaunch
     ) -> None:
         self._runtime, self.lowered, self._kernel, self._real = runtime, lowered, kernel, real
         self.planned = planned
-        self._operands, self._weights = Remembered(), Remembered()
-        self._finite = True
-        self._scratch: Any = None
-        self._counter: Any = None
-        self._tables: dict[int, Any] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -76,20 +79,28 @@ class Launch:
         elements = sum(each.elements for each in self.lowered.arguments if isinstance(each, Scratch))
         return elements * self._real.itemsize
 
-    def prepare(self, tensors: Tensors) -> bool:
-        """Bring packed weights and operands up to date; False when the weights rule this launch out."""
-        for each in self.lowered.arguments:
-            if isinstance(each, KernelOperands):
-                names = [operand.name for _, operand in each.entries if isinstance(operand, TensorOperand)]
-                if self._operands.stale(tensors, names):
-                    self._operands.buffer = self._runtime.constant(self._values(each, tensors))
-            elif isinstance(each, Weights) and self._weights.stale(tensors, [each.name]):
-                weight = np.asarray(tensors[each.name], self._real)
-                # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
-                self._finite = bool(np.isfinite(weight).all())
-                with np.errstate(invalid="ignore"):
-                    self._weights.buffer = self._runtime.constant(each.pack(weight))
-        return self._finite
+    def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
+        """Bring packed weights and operands up to date; the algorithm to use instead when the weights ask for one."""
+        instead = None
+        for position, each in enumerate(self.lowered.arguments):
+            if isinstance(each, Weights | KernelOperands):
+                made: Made | None = kept.get((self, position))
+                if made is None or not made.of(tensors):
+                    made = kept[self, position] = self._make(each, tensors)
+                instead = instead or made.instead
+        return instead
+
+    def _make(self, argument: Weights | KernelOperands, tensors: Tensors) -> Made:
+        if isinstance(argument, KernelOperands):
+            names = [operand.name for _, operand in argument.entries if isinstance(operand, TensorOperand)]
+            sources = {name: np.array(tensors[name]) for name in names}
+            return Made(sources, self._runtime.constant(self._values(argument, sources)))
+        sources = {argument.name: np.array(tensors[argument.name])}
+        weight = np.asarray(sources[argument.name], self._real)
+        # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
+        instead = "gather" if not np.isfinite(weight).all() else None if argument.suited(weight) else "direct"
+        with np.errstate(invalid="ignore"):
+            return Made(sources, self._runtime.constant(argument.pack(weight)), instead)
 
     def _values(self, operands: KernelOperands, tensors: Tensors) -> np.ndarray:
         """The ``operands`` buffer: scalars, and per-channel tensors of the current call."""
@@ -101,16 +112,14 @@ class Launch:
                 values[offset : offset + operand.shape[1]] = np.ravel(tensors[operand.name])
         return values
 
-    def met_nonfinite(self, queue: Any) -> bool:
+    def met_nonfinite(self, call: Call) -> bool:
         """Whether the finished launch met data that it is not right on; clears the flag."""
-        if self._counter is None or not any(
-            isinstance(each, Counter) and each.guarded for each in self.lowered.arguments
-        ):
-            return False
-        flags = np.empty(3, np.int32)
-        cl.enqueue_copy(queue, flags, self._counter, is_blocking=True)
-        if flags[2]:
-            cl.enqueue_copy(queue, self._counter, np.zeros(3, np.int32), is_blocking=True)
+        flags = np.zeros(3, np.int32)
+        for position, each in enumerate(self.lowered.arguments):
+            if isinstance(each, Counter) and each.guarded:
+                cl.enqueue_copy(call.queue, flags, call.kept[self, position], is_blocking=True)
+                if flags[2]:
+                    cl.enqueue_copy(call.queue, call.kept[self, position], np.zeros(3, np.int32), is_blocking=True)
         return bool(flags[2])
 
     def _argument(self, call: Call, position: int) -> Any:
@@ -122,30 +131,26 @@ class Launch:
                 return call.rows[argument.value]
             case Tensor():
                 return call.tensors[argument.name]
-            case Weights():
-                return self._weights.buffer
-            case KernelOperands():
-                return self._operands.buffer
-            case Table():
-                if position not in self._tables:
-                    self._tables[position] = self._runtime.constant(argument.numbers)
-                return self._tables[position]
-            case Scratch():
-                if self._scratch is None:
-                    self._scratch = self._runtime.buffer(self.scratch_bytes)
-                    cl.enqueue_fill_buffer(call.queue, self._scratch, self._real.type(0), 0, self.scratch_bytes)
-                return self._scratch
-            case Counter():
-                if self._counter is None:
-                    self._counter = self._runtime.constant(np.zeros(3, np.int32))
-                return self._counter
+            case Weights() | KernelOperands():
+                return call.kept[self, position].buffer
+            case Table() | Scratch() | Counter():
+                if (self, position) not in call.kept:
+                    call.kept[self, position] = self._first(argument, call.queue)
+                return call.kept[self, position]
         return argument
+
+    def _first(self, argument: Table | Scratch | Counter, queue: Any) -> Any:
+        """The buffer of an argument as the first call finds it."""
+        if isinstance(argument, Scratch):
+            scratch = self._runtime.buffer(self.scratch_bytes)
+            cl.enqueue_fill_buffer(queue, scratch, self._real.type(0), 0, self.scratch_bytes)
+            return scratch
+        return self._runtime.constant(argument.numbers if isinstance(argument, Table) else np.zeros(3, np.int32))
 
     def enqueue(self, call: Call) -> None:
         """Enqueue the kernel."""
-        self._kernel.set_args(*(self._argument(call, i) for i in range(len(self.lowered.arguments))))
-        size, local = (self.lowered.items,), (self.lowered.local,)
-        event = cl.enqueue_nd_range_kernel(call.queue, self._kernel, size, local)
+        arguments = [self._argument(call, i) for i in range(len(self.lowered.arguments))]
+        event = self._kernel.enqueue(call.queue, self.lowered.items, self.lowered.local, *arguments)
         call.events.append((self.planned.name, event))
 
 
@@ -161,10 +166,10 @@ def build(runtime: OpenClRuntime, task: Task) -> Launch | None:
         lowered = implementation.lower(replace(task, target=replace(task.target, limits=limits)))
         if lowered is None:
             return None
-        kernel = cl.Kernel(runtime.program(lowered.text), lowered.kernel)
+        kernel = runtime.kernel(lowered.text, lowered.kernel)
         info = cl.kernel_work_group_info
-        most = kernel.get_work_group_info(info.WORK_GROUP_SIZE, runtime.device)
-        taken = kernel.get_work_group_info(info.LOCAL_MEM_SIZE, runtime.device)
+        most = kernel.raw.get_work_group_info(info.WORK_GROUP_SIZE, runtime.device)
+        taken = kernel.raw.get_work_group_info(info.LOCAL_MEM_SIZE, runtime.device)
         if lowered.local == 1 or (lowered.local <= most and taken <= task.target.limits.local_memory):
             planned = replace(lowered.planned, rejected=rejected)
             return Launch(runtime, lowered, kernel, task.real, planned)

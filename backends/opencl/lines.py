@@ -53,6 +53,7 @@ from dispatcher.backends.opencl.winograd import (
     MOST_TAPS,
     Row,
     axis_reason,
+    even_weights,
     pack_winograd_weights,
     pair_sums,
     transform,
@@ -190,7 +191,15 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
     items = layout.boxes[0] * layout.boxes[1] * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
-    pack = pack_winograd_weights if tile.winograd else pack_direct_weights
+
+    def pack(weight: np.ndarray) -> np.ndarray:
+        weight = convolution.contraction_weight(weight)
+        direct = pack_direct_weights(weight, layout)
+        return np.concatenate((direct, pack_winograd_weights(weight, layout))) if tile.winograd else direct
+
+    def suited(weight: np.ndarray) -> bool:
+        return not tile.winograd or even_weights(convolution.contraction_weight(weight), layout.geometry)
+
     detail: dict[str, str | int | float] = {
         "why": reason,
         "vector": tile.vec,
@@ -208,7 +217,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         text,
         (
             Value(group.source),
-            Weights(convolution.weight.name, lambda weight: pack(convolution.contraction_weight(weight), layout)),
+            Weights(convolution.weight.name, pack, suited),
             operands,
             Value(group.output) if group.stored else rows_of(group),
             Scratch(workers * scratch),
@@ -283,6 +292,8 @@ def render(
         "CHANNEL": layout.channel,
         "PLANE": layout.plane,
         "LEAD": layout.lead,
+        "LOADS": layout.load_size,
+        "POSITIONS_D": layout.positions[0],
         "POSITIONS_H": layout.positions[1],
         "POSITIONS_W": layout.positions[2],
         "LINE": line,
@@ -293,6 +304,9 @@ def render(
         "LINES_H": layout.lines_h,
         "EDGE": layout.edge,
         "SCRATCH_EDGE": layout.packed_size,
+        "SCRATCH_LOADS": layout.packed_size + layout.edge_size + layout.lead,
+        "SCRATCH_SUMS": layout.core_size - layout.lines_size - layout.marks_size - layout.sums_size,
+        "SCRATCH_DIRECT": layout.core_size - layout.lines_size - layout.marks_size,
         "SCRATCH_LINES": layout.core_size - layout.lines_size,
         "SCRATCH_POOLED": layout.core_size,
         "OUT_C": output[1],
@@ -345,7 +359,6 @@ def render(
         + table("INPUT_D", layout.depth.rows)
         + table("INPUT_H", layout.height.rows)
         + table("OFFSET_W", low)
-        + table("PHASE_WEIGHTS", winograd_starts(layout) if tile.winograd else direct_starts(layout))
         + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
@@ -380,7 +393,8 @@ def render(
 
 
 def _direct_tables(layout: LineLayout) -> str:
-    return table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
+    slots = table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
+    return slots + table("PHASE_WEIGHTS", direct_starts(layout))
 
 
 def _sums(name: str, rows: Sequence[Row], source: str, target: str) -> str:
@@ -414,6 +428,10 @@ def _winograd_tables(layout: LineLayout) -> str:
         text += _sums(f"OUTPUT_SUMS_{taps}", matrices.outputs, "z", "y")
     text += table("START_H", [phase.taps[0].offset - layout.height.rows[0] for phase in height])
     sums = [(phase.taps[0].offset, pair_sums(len(phase.taps))) for phase in depth]
+    text += table("FIRST_D", [phase.taps[0].offset for phase in depth])
+    text += table("DIRECT_WEIGHTS", direct_starts(layout))
+    direct = layout.geometry.kernel_volume * layout.weights_per_tap
+    text += table("PHASE_WEIGHTS", [direct + start for start in winograd_starts(layout)])
     text += table("PARTS_D", [len(parts) for _, parts in sums])
     text += table("ROW_A_D", [[start + part.a for part in parts] for start, parts in sums])
     text += table("ROW_B_D", [[start + part.b for part in parts] for start, parts in sums])

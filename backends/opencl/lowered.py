@@ -38,10 +38,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """A tensor parameter rearranged by ``pack``; zeros around it stand for nothing, so it has to be finite."""
+    """A tensor parameter rearranged by ``pack``; zeros around it stand for nothing, so it has to be finite.
+
+    Weights that are not ``suited`` are for the direct core.
+    """
 
     name: str
     pack: Callable[[np.ndarray], np.ndarray]
+    suited: Callable[[np.ndarray], bool] = lambda weight: True
 
 
 @dataclass(frozen=True)

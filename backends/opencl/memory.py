@@ -68,6 +68,8 @@ class HostPool:
             memory = blocks.pop() if blocks else None
             if memory is not None:
                 self._idle_bytes -= size
+            if blocks == []:
+                del self._idle[size]
         if memory is None:
             memory = _fresh(size)
         owned = np.asarray(_Block(self, memory))
@@ -77,5 +79,5 @@ class HostPool:
         """Take a block back, or let it go when enough lie idle."""
         with self._lock:
             if self._idle_bytes + memory.nbytes <= self._keep_bytes:
+                self._idle_bytes += memory.nbytes  # first, so that an interruption never lets it fall short
                 self._idle[memory.nbytes].append(memory)
-                self._idle_bytes += memory.nbytes

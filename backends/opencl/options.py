@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, suggest
+from dispatcher.problem.messages import brief
 
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
@@ -47,22 +48,27 @@ class Options:
         known = list(asdict(Options()))
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise InputError(f"option {unknown[0]!r} is unknown to backend opencl; it takes: {', '.join(known)}")
+            wanted = f"it takes: {', '.join(known)}{suggest(unknown[0], known)}"
+            raise InputError(f"option {brief(unknown[0])} is unknown to backend opencl; {wanted}")
+        for name, value in options.items():
+            if not isinstance(value, str | None):
+                raise InputError(f"{name} is {brief(value)}; expected a text")
         parsed = Options(**options)
         if parsed.algorithm not in ALGORITHMS:
-            raise InputError(f"algorithm is {parsed.algorithm!r}; backend opencl has {', '.join(ALGORITHMS)}")
+            wanted = f"backend opencl has {', '.join(ALGORITHMS)}{suggest(parsed.algorithm, ALGORITHMS)}"
+            raise InputError(f"algorithm is {brief(parsed.algorithm)}; {wanted}")
         if parsed.line is not None and parsed.line not in LINES:
-            raise InputError(f"line is {parsed.line!r}; expected one of {', '.join(LINES)}")
+            raise InputError(f"line is {brief(parsed.line)}; expected one of {', '.join(LINES)}")
         if parsed.rows is not None and parsed.rows not in WINOGRAD_ROWS:
-            raise InputError(f"rows is {parsed.rows!r}; expected one of {', '.join(WINOGRAD_ROWS)}")
+            raise InputError(f"rows is {brief(parsed.rows)}; expected one of {', '.join(WINOGRAD_ROWS)}")
         if parsed.rows is not None and parsed.algorithm != "winograd":
             raise InputError(
-                f"rows is {parsed.rows!r} with algorithm {parsed.algorithm!r}; only algorithm winograd has it"
+                f"rows is {brief(parsed.rows)} with algorithm {brief(parsed.algorithm)}; only algorithm winograd has it"
             )
         if parsed.tuned not in (None, "ignore"):
-            raise InputError(f"tuned is {parsed.tuned!r}; expected ignore")
+            raise InputError(f"tuned is {brief(parsed.tuned)}; expected ignore")
         if parsed.fusion not in (None, "off", "eager"):
-            raise InputError(f"fusion is {parsed.fusion!r}; expected off or eager")
+            raise InputError(f"fusion is {brief(parsed.fusion)}; expected off or eager")
         for name in ("tile", "box"):
             pair(name, getattr(parsed, name))
         return parsed
@@ -83,4 +89,4 @@ def pair(name: str, text: str | None) -> tuple[int, int] | None:
     parts = text.split("x") if isinstance(text, str) else []
     if len(parts) == 2 and all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
         return int(parts[0]), int(parts[1])
-    raise InputError(f"{name} is {text!r}; expected two numbers from 1 to 64 such as '4x2'")
+    raise InputError(f"{name} is {brief(text)}; expected two numbers from 1 to 64 such as '4x2'")

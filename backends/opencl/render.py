@@ -191,6 +191,8 @@ def kernel_text(real: str, vec: int, operands: KernelOperands, *parts: str) -> s
 
 
 # ---- reductions --------------------------------------------------------------------------------------------
+#: Terms that a norm adds up before it adds them, with compensation, to those before: with more, equal terms show.
+NORM_RUN = 4
 #: Functions of the table's C text that have macros here which take values of any type.
 _ANY_TYPE = {"max_v": "LARGER", "min_v": "SMALLER"}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyopencl as cl
 
 from dispatcher.backends.opencl.render import defines, section
-from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.runtime import Kernel, OpenClRuntime
 
 #: Vectors that a work-item keeps in registers.
 CHAINS = 12
@@ -44,8 +44,8 @@ class Microbenchmarks:
         real = "double" if dtype == "float64" else "float"
         values = {"REAL": real, "VEC": self._vec, "CHAINS": CHAINS, "GROUP": group, "INTERLEAVED": not facts.cpu}
         pragma = "#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n" if real == "double" else ""
-        program = runtime.program(section("roofline.cl", pragma + defines(values)))
-        self._fma, self._copy = cl.Kernel(program, "fma_chains"), cl.Kernel(program, "copy")
+        text = section("roofline.cl", pragma + defines(values))
+        self._fma, self._copy = runtime.kernel(text, "fma_chains"), runtime.kernel(text, "copy")
         self._out = runtime.buffer(self._items * self._vec * self._real.itemsize)
         self._steps = 1000
         rate = max(self.gflops_now() for _ in range(FIRST_RUNS))
@@ -65,8 +65,8 @@ class Microbenchmarks:
 
     def gflops_now(self) -> float:
         """The rate of multiply-adds in one run of about :data:`RUN_S`, in 1e9 operations a second."""
-        self._fma.set_args(self._out, np.int32(self._steps))
-        return self._flops_a_step * self._steps / self._seconds(self._fma) / 1e9
+        seconds = self._seconds(self._fma, self._out, np.int32(self._steps))
+        return self._flops_a_step * self._steps / seconds / 1e9
 
     def peak_gflops(self) -> float:
         """The best rate of several runs."""
@@ -81,12 +81,12 @@ class Microbenchmarks:
         source, target = (self._runtime.buffer(nbytes) for _ in range(2))
         cl.enqueue_fill_buffer(self._queue, source, self._real.type(1), 0, nbytes)
         self._queue.finish()
-        self._copy.set_args(source, target, np.int32(vectors))
-        return 2.0 * nbytes / min(self._seconds(self._copy) for _ in range(COPY_RUNS)) / 1e9
+        seconds = min(self._seconds(self._copy, source, target, np.int32(vectors)) for _ in range(COPY_RUNS))
+        return 2.0 * nbytes / seconds / 1e9
 
-    def _seconds(self, kernel: Any) -> float:
+    def _seconds(self, kernel: Kernel, *arguments: Any) -> float:
         start = time.perf_counter()
-        cl.enqueue_nd_range_kernel(self._queue, kernel, (self._items,), (self._group,))
+        kernel.enqueue(self._queue, self._items, self._group, *arguments)
         self._queue.finish()
         return time.perf_counter() - start
 

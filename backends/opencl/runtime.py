@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import logging
+import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
 from pyopencl.characterize import has_src_build_cache
 
 from dispatcher.backends.opencl.caches import cache_folder, discard_damaged, prepare_cache
-from dispatcher.backends.opencl.icd import prepare_icd_vendors
+from dispatcher.backends.opencl.icd import platforms_of, prepare_icd_vendors, settings
 from dispatcher.backends.opencl.memory import HostPool
 from dispatcher.backends.opencl.target import Facts
 from dispatcher.device.filecache import FileCache
@@ -35,12 +38,18 @@ CACHE_SHARE = 0.88
 KEEP_BYTES = 1 << 30
 #: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
 BUILD_OPTIONS = ("-cl-std=CL1.2",)
+#: Built programs that are kept for later executables.
+MOST_PROGRAMS = 512
+#: What :func:`first_error` says of a log without one.
+NO_MESSAGE = "no message"
+_QUIET = ("ignore", None, cl.CompilerWarning, None, 0)
+_NO_LOG = "<error retrieving log>"  # PyOpenCL's words
 
 
 def first_error(log: str) -> str:
     """The line of a compiler's log that says what is wrong."""
-    lines = [line.strip() for line in log.splitlines() if "error" in line.lower()]
-    return next((line for line in lines if ": error:" in line), lines[0] if lines else "no message")
+    lines = [line.strip() for line in log.replace(_NO_LOG, "").splitlines() if "error" in line.lower()]
+    return next((line for line in lines if ": error:" in line), lines[0] if lines else NO_MESSAGE)
 
 
 def core_cache() -> int:
@@ -54,6 +63,56 @@ def core_cache() -> int:
     return COMMON_CORE_CACHE
 
 
+def build(program: Any, options: Sequence[str] = ()) -> Any:
+    """Build a program with these options alone.
+
+    PyOpenCL's own ``build`` adds some, among them those of the environment variable ``PYOPENCL_BUILD_OPTIONS``, and
+    it keeps a cache, in which a process that is killed while it writes blocks all others.
+
+    PyOpenCL's warning that the compiler said something is left out. ``warnings.catch_warnings`` would undo, or keep for
+    good, what other threads do to the filters meanwhile.
+
+    Args:
+        program: a ``pyopencl._cl._Program``.
+
+    Raises:
+        pyopencl.RuntimeError: the compiler refused it; the message has its log.
+    """
+    warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
+    try:
+        return cl.Program(program.build(" ".join(options).encode()))
+    finally:
+        with suppress(ValueError):  # another thread has put back the filters of an earlier time
+            warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
+
+
+class Kernel:
+    """A kernel, which keeps its arguments to itself: threads take turns to set them and to enqueue it.
+
+    PyOpenCL writes a Python module for each one and leaves its text in ``linecache`` for good, under a name that it
+    looks for among all others there. So there is one for all threads, they are made one at a time, and the text goes.
+
+    Args:
+        program: the built program.
+        name: of the kernel.
+    """
+
+    _making = threading.Lock()
+
+    def __init__(self, program: Any, name: str) -> None:
+        self._lock = threading.Lock()
+        with self._making:
+            self.raw = cl.Kernel(program, name)
+            for entry in [entry for entry in list(linecache.cache) if f"pyopencl invoker for '{name}'" in entry]:
+                linecache.cache.pop(entry, None)
+
+    def enqueue(self, queue: Any, items: int, local: int | None, *arguments: Any) -> Any:
+        """Enqueue ``items`` work-items in groups of ``local``; returns the event."""
+        with self._lock:
+            self.raw.set_args(*arguments)
+            return cl.enqueue_nd_range_kernel(queue, self.raw, (items,), None if local is None else (local,))
+
+
 class OpenClRuntime:
     """One device with its context. Programs are built once for each source text."""
 
@@ -63,7 +122,8 @@ class OpenClRuntime:
             discard_damaged(cache_folder())
         self.context = cl.Context([device])
         self.host = HostPool(KEEP_BYTES)
-        self._programs: dict[str, Any] = {}
+        self._settings = repr(settings())
+        self._programs: dict[str, tuple[Any, dict[str, Kernel]]] = {}
         self._lock = threading.Lock()
 
     @cached_property
@@ -88,30 +148,37 @@ class OpenClRuntime:
         """A new in-order queue that records times."""
         return cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
 
-    def program(self, text: str) -> Any:
-        """Build ``text``, or return the program built from it before.
+    def kernel(self, text: str, name: str) -> Kernel:
+        """The kernel ``name`` of the program built from ``text``. Both are made once, whoever asks at the same time.
 
         Raises:
             BuildError: with the compiler's first error line and its whole log.
         """
         with self._lock:
-            built = self._programs.get(text)
-            if built is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", cl.CompilerWarning)
-                    built = self._cached(text) or self._build(text)
-                self._programs[text] = built
-            return built
+            if text not in self._programs:
+                self._programs[text] = self._cached(text) or self._build(text), {}
+            self._programs[text] = program, kernels = self._programs.pop(text)  # behind those asked for longer ago
+            if len(self._programs) > MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            if name not in kernels:
+                kernels[name] = Kernel(program, name)
+            return kernels[name]
 
     def _build(self, text: str) -> Any:
-        # PyOpenCL's own cache is left out: a process killed while it writes blocks all others.
-        try:
-            built = cl.Program(self.context, text).build(list(BUILD_OPTIONS), cache_dir=cast(Any, False))
-        except cl.RuntimeError as error:
-            raise BuildError(self._build_message(str(error)), str(error)) from error
-        if self._use_cache:
-            BINARIES.put(self._key(text), built.get_info(cl.program_info.BINARIES)[0])
-        return built
+        # A compiler that fails without a word may have met another process in a folder of its own cache. A comment
+        # gives the program another folder there: first one for all processes, then one for this process alone.
+        for comment in ("", "\n// again", f"\n// {os.getpid()}"):
+            try:
+                built = build(cl._cl._Program(self.context, text + comment), BUILD_OPTIONS)
+            except cl.RuntimeError as error:
+                failure = error
+                if first_error(str(error)) != NO_MESSAGE:
+                    break
+            else:
+                if self._use_cache:
+                    BINARIES.put(self._key(text), built.get_info(cl.program_info.BINARIES)[0])
+                return built
+        raise BuildError(self._build_message(str(failure)), str(failure)) from failure
 
     def _cached(self, text: str) -> Any:
         """The program from a cached binary; None when there is none that the runtime still takes."""
@@ -119,7 +186,7 @@ class OpenClRuntime:
         if binary is None:
             return None
         try:
-            return cl.Program(self.context, [self.device], [binary]).build()
+            return build(cl._cl._Program(self.context, [self.device], [binary]))
         except cl.Error as error:
             logger.info("a cached program is of no use any more: %s", error)
             return None
@@ -136,7 +203,7 @@ class OpenClRuntime:
         return "\0".join((platform.name, platform.version, device.name, device.driver_version))
 
     def _key(self, text: str) -> str:
-        return "\0".join((self.identity, *BUILD_OPTIONS, text))
+        return "\0".join((self.identity, self._settings, *BUILD_OPTIONS, text))
 
     def _build_message(self, log: str) -> str:
         return f"{self.device.name.strip()}: the OpenCL compiler refused a kernel: {first_error(log)}"
@@ -189,16 +256,35 @@ class Found:
     details: Mapping[str, str | int | float]
 
 
+def _platforms(runtimes: Sequence[str]) -> list[Any]:
+    """Every platform that the loader lists, and those that it would list if nobody had asked it before.
+
+    The loader looks for runtimes once in a process. Where somebody else made it do so, it has not heard of all of ours,
+    whose libraries are ``runtimes``.
+    """
+    try:
+        listed, failure = cl.get_platforms(), None
+    except cl.Error as error:
+        listed, failure = [], error
+    if len(listed) < len(runtimes):
+        addresses = [address for library in runtimes for address in platforms_of(library)]
+        found = [cl.Platform.from_int_ptr(address) for address in dict.fromkeys(addresses)]
+        listed += [platform for platform in found if platform not in listed]
+    if failure is not None and not listed:
+        raise failure
+    return listed
+
+
 def find_devices() -> list[Found]:
     """Every device of every platform, in the loader's order; platforms without devices are passed over.
 
     Raises:
         pyopencl.Error: no platform at all.
     """
-    prepare_icd_vendors()
+    runtimes = [entry.library for entry in prepare_icd_vendors().entries if entry.used]
     prepare_cache()
     found = []
-    for platform in cl.get_platforms():
+    for platform in _platforms(runtimes):
         try:
             devices = platform.get_devices()
         except cl.Error as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dispatcher.backends.opencl.groups import Part
-from dispatcher.backends.opencl.render import KernelOperands, defines, reduction_defines, section, tail_macro
+from dispatcher.backends.opencl.render import NORM_RUN, KernelOperands, defines, reduction_defines, section, tail_macro
 from dispatcher.ops.steps import Normalize, Reduce, ScalarOperand, Softmax, Step
 
 
@@ -59,7 +60,9 @@ def render_stages(
     """
     text, calls = "", ""
     for number, stage in enumerate(stages, start=first):
-        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": channels, **extra}
+        # Sums are taken in runs and then over runs, so that errors grow with the root of the channels, if at all.
+        run = NORM_RUN if isinstance(stage.step, Normalize) else max(8, math.isqrt(channels))
+        values: dict[str, object] = {"STAGE": number, "STAGE_CHANNELS": channels, "STAGE_TERMS": run, **extra}
         affine = ""
         match stage.step:
             case Normalize() as step:

@@ -12,6 +12,7 @@ import numpy as np
 from dispatcher.backends.opencl.groups import Group
 from dispatcher.backends.opencl.lowered import Argument, Lowered, Rows, Tensor, Value, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
+    NORM_RUN,
     KernelOperands,
     Site,
     defines,
@@ -272,7 +273,9 @@ def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], 
     result_strides = [math.prod(result_extents[i + 1 :]) for i in range(6)]
     run = 5 if width_reduced else inner[-1]
     stride = vec if width_reduced else 1
-    block = run_block(-(-extents[run] // stride)) * stride
+    # A norm's sums of runs are compensated: short runs cost little.
+    terms = NORM_RUN if isinstance(step, Normalize) else run_block(-(-extents[run] // stride))
+    block = terms * stride
     each_run = " ".join(
         [f"for (int {names[i]} = 0; {names[i]} < {extents[i]}; {names[i]}++)" for i in inner if i != run]
         + [f"for (int block = 0; block < {extents[run]}; block += {block})"]

@@ -216,23 +216,43 @@ class LineLayout:
         return round_up(max(1, self.halo[0]), 16)
 
     @cached_property
-    def packed_size(self) -> int:
-        """The core's input lines of one box, the zeros before them, and slack that vector loads may touch."""
+    def over_read(self) -> int:
+        """Slack behind packed lines that vector loads may touch."""
         low, high = self.geometry.width.offset_range
-        over_read = (
-            self.line + self.pitch + sum(self.halo) + self.tile.vec * self.tile.thread_w + max(0, high) - min(0, low)
-        )
+        vectors = self.tile.vec * self.tile.thread_w
+        return self.line + self.pitch + sum(self.halo) + vectors + max(0, high) - min(0, low)
+
+    @cached_property
+    def packed_size(self) -> int:
+        """The core's input lines of one box, the zeros before them, and what loads touch behind them."""
         if self.tile.winograd:
             parts = self.geometry.height.most_taps + self.tile.rows - 1
             lines = parts * self.plane
         else:
             lines = len(self.depth.rows) * self.plane
-        return round_up(self.lead + lines + over_read, 16)
+        return round_up(self.lead + lines + self.over_read, 16)
 
     @property
     def edge_size(self) -> int:
         """Rows of one channel on their way through the transform."""
         return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
+
+    @property
+    def load_size(self) -> int:
+        """A line of magnitudes of transformed input, laid out like one channel's (Winograd core)."""
+        return round_up(self.lead + self.channel + self.over_read, 16) if self.tile.winograd else 0
+
+    @property
+    def sums_size(self) -> int:
+        """Magnitudes of results, added up over each group's channels (Winograd core)."""
+        lines = self.geometry.width.stride * self.geometry.groups * self.step_d * self.lines_h
+        return lines * self.line if self.tile.winograd else 0
+
+    @property
+    def marks_size(self) -> int:
+        """Marks of each group's chunks (Winograd core)."""
+        marks = self.geometry.width.stride * self.geometry.groups * len(self.chunks)
+        return round_up(marks, 16) if self.tile.winograd else 0
 
     @cached_property
     def lines_size(self) -> int:
@@ -243,7 +263,8 @@ class LineLayout:
     @property
     def core_size(self) -> int:
         """All scratch but the folded lines."""
-        return self.packed_size + self.edge_size + self.lines_size
+        loads = 3 * self.geometry.groups * self.load_size
+        return self.packed_size + self.edge_size + loads + self.sums_size + self.marks_size + self.lines_size
 
     @property
     def fold_planes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.tiles import Fold
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import ConvGeometry
-from dispatcher.timing.winners import store, stored
+from dispatcher.timing.winners import store_all, stored
 
 #: Changes when the meaning of an option does; older results are then left alone.
 SCHEMA = 2
@@ -31,6 +33,14 @@ def recall(device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str) -
     return None if options.tuned == "ignore" else (options, known.why)  # the default was the best
 
 
-def remember(device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str, options: Options, gain: float) -> None:
-    """Keep ``options``, measured to be ``gain`` times as fast as the default."""
-    store(_key(device, geometry, fold, dtype), options.given(), gain)
+def remember(
+    device: str,
+    convolutions: Iterable[tuple[ConvGeometry, Fold | None]],
+    dtype: str,
+    options: Options,
+    gain: float,
+    about: Mapping[str, Any],
+) -> bool:
+    """Keep ``options``, measured to be ``gain`` times as fast as the default, for all convolutions or none."""
+    keys = [_key(device, geometry, fold, dtype) for geometry, fold in convolutions]
+    return store_all(keys, options.given(), gain, about)

@@ -15,6 +15,7 @@ from dispatcher.backends.opencl.tiles import Fold, device_class, winograd_rows
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.plan.groups import split
 from dispatcher.problem.operator import Operator
+from dispatcher.timing.winners import measured_with
 
 #: Boxes to measure for each algorithm and register tile: those with the least estimated work.
 BOXES = 3
@@ -56,7 +57,7 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
     return found
 
 
-def remember(runtime: OpenClRuntime, operator: Operator, options: Options, gain: float) -> None:
-    """File ``options`` for every convolution of ``operator``."""
-    for geometry, fold in _convolutions(operator):
-        tuned.remember(runtime.identity, geometry, fold, _real(operator).name, options, gain)
+def remember(runtime: OpenClRuntime, operator: Operator, options: Options, gain: float) -> bool:
+    """File ``options`` for every convolution of ``operator``; whether that could be done."""
+    about = measured_with(operator, runtime.device.name.strip())
+    return tuned.remember(runtime.identity, _convolutions(operator), _real(operator).name, options, gain, about)

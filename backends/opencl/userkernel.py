@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyopencl as cl
 
-from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, first_error
+from dispatcher.backends.opencl.runtime import BUILD_OPTIONS, OpenClRuntime, build, first_error
 from dispatcher.errors import BuildError, DeviceError, DeviceMemoryError, InputError, KernelError
 from dispatcher.interface import MARGIN, MARGIN_BYTES, Device
 from dispatcher.problem.userkernel import Kind, UserKernel
@@ -52,8 +52,7 @@ def load_kernel(runtime: OpenClRuntime, kernel: UserKernel, device: Device, scra
         )
     function = cl.Kernel(program, kernel.entry)
     _check_parameters(function, kernel)
-    _check_sizes(function, kernel, runtime.device)
-    return OpenClUserKernel(runtime, kernel, function)
+    return OpenClUserKernel(runtime, _with_sizes(function, kernel, runtime.device), function)
 
 
 def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
@@ -69,20 +68,18 @@ def _build(runtime: OpenClRuntime, kernel: UserKernel, scratch: Path) -> Any:
         *("-I", kernel.include_path(scratch)),
         *kernel.build_options,
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cl.CompilerWarning)
-        try:
-            return cl.Program(runtime.context, kernel.source()).build(options, cache_dir=cast(Any, False))
-        except cl.RuntimeError as error:
-            log = _compiler_log(str(error))
-            first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
-            raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
+    try:
+        return build(cl._cl._Program(runtime.context, kernel.source()), options)
+    except cl.RuntimeError as error:
+        log = _compiler_log(str(error))
+        first = first_error(log) if "error" in log.lower() else log.partition("\n")[0]
+        raise BuildError(f"the OpenCL compiler refused {kernel.file}: {first}", log) from error
 
 
 def _compiler_log(message: str) -> str:
-    """The compiler's own words in PyOpenCL's message, which has a head, and the options at the end."""
+    """The compiler's own words in PyOpenCL's message, which has a head."""
     _, found, rest = message.partition("\n\nBuild on ")
-    log = rest.partition("\n")[2].rpartition("\n(options: ")[0] if found else message
+    log = rest.partition("\n")[2] if found else message
     return log.strip()
 
 
@@ -126,22 +123,33 @@ def _fits(found: str, space: int, kind: Kind, element: str) -> bool:
     return _SCALARS[found] == 8 and (found == "double") == (kind == "double")
 
 
-def _check_sizes(function: Any, kernel: UserKernel, device: Any) -> None:
-    """See to it that the device takes the sizes.
+def _with_sizes(function: Any, kernel: UserKernel, device: Any) -> UserKernel:
+    """The kernel, with the size of a group that it declares where none is given.
 
     Raises:
-        InputError: it does not.
+        InputError: the device does not take the sizes, or the kernel is declared for others.
     """
-    if kernel.local_size is None:
-        return
-    most = function.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, device)
+    information, whole, local = cl.kernel_work_group_info, kernel.global_size or (), kernel.local_size
+    declared = tuple(function.get_work_group_info(information.COMPILE_WORK_GROUP_SIZE, device))
+    if any(declared):
+        local = local or declared[: len(whole)]
+        if (*local, 1, 1)[:3] != declared or any(size % step for size, step in zip(whole, local, strict=True)):
+            wanted = ",".join(map(str, declared)).removesuffix(",1").removesuffix(",1")
+            raise InputError(
+                f"local_size is {kernel.local_size}, and {kernel.entry} in {kernel.file} is declared with "
+                f"reqd_work_group_size{declared}; give local_size {wanted} (--local-size)"
+            )
+    if local is None:
+        return kernel
+    most = function.get_work_group_info(information.WORK_GROUP_SIZE, device)
     limits = device.max_work_item_sizes
-    product = int(np.prod(kernel.local_size))
-    if product > most or any(size > limit for size, limit in zip(kernel.local_size, limits, strict=False)):
+    product = int(np.prod(local))
+    if product > most or any(size > limit for size, limit in zip(local, limits, strict=False)):
         raise InputError(
-            f"local_size is {kernel.local_size}; this device takes {most} work items in a group of this kernel, "
+            f"local_size is {local}; this device takes {most} work items in a group of this kernel, "
             f"and {tuple(limits)} along its dimensions"
         )
+    return replace(kernel, local_size=local)
 
 
 class OpenClUserKernel:
@@ -185,8 +193,8 @@ class OpenClUserKernel:
         before, behind = np.empty(MARGIN_BYTES, np.uint8), np.empty(MARGIN_BYTES, np.uint8)
         try:
             buffer = self._buffers[name]
-            cl.enqueue_copy(self._queue, before, buffer)
             cl.enqueue_copy(self._queue, array, buffer, src_offset=MARGIN_BYTES)
+            cl.enqueue_copy(self._queue, before, buffer)
             cl.enqueue_copy(self._queue, behind, buffer, src_offset=MARGIN_BYTES + array.nbytes)
         except cl.Error as error:
             raise KernelError(f"{name} cannot be read back: {error}") from error

@@ -17,6 +17,7 @@ computations", 1980; Lavin and Gray, "Fast algorithms for convolutional neural n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -25,7 +26,7 @@ from itertools import accumulate
 import numpy as np
 
 from dispatcher.backends.opencl.tiles import LineLayout
-from dispatcher.ops.geometry import AxisGeometry, AxisPhase
+from dispatcher.ops.geometry import AxisGeometry, AxisPhase, ConvGeometry
 
 Row = tuple[Fraction, ...]
 
@@ -126,6 +127,27 @@ def axis_reason(axis: AxisGeometry) -> str | None:
         if reason is not None:
             return f"{axis.name}: {reason}"
     return None
+
+
+def even_weights(weight: np.ndarray, geometry: ConvGeometry) -> bool:
+    """Whether the taps of each output channel that transforms mix weigh as much as one another, and their channels.
+
+    An output may read its tile through one tap alone, at a border or beside zeros, and its error comes from all taps of
+    its tile. So the magnitudes of each tap's ``N`` input channels have to add up to ``sqrt(N)/4`` times the largest
+    weight, and no more than an eighth of them may vanish beside it, lest the channels that hold the data be those. The
+    kernel sees to the data (winograd_range.cl).
+
+    Args:
+        weight: ``(IC, OC/groups, KD, KH, KW)``, finite.
+        geometry: of the convolution.
+    """
+    mixed = tuple(axis for axis, along in ((3, geometry.depth), (4, geometry.height)) if along.most_taps > 1)
+    channels = geometry.in_channels // geometry.groups
+    sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
+    largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
+    even = (sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all()
+    vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
+    return not mixed or bool(even and vanishing.max() <= channels // 8)
 
 
 def winograd_starts(layout: LineLayout) -> list[int]:

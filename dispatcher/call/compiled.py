@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from dispatcher.call.explanation import Explanation, explain_choice
 from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
-    FallbackWarning,
     Request,
     as_kernel_error,
     choose,
@@ -31,10 +29,23 @@ from dispatcher.device.splitting import compile_within_memory, part_count
 from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
 from dispatcher.interface import Device, Timings
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
-from dispatcher.problem.arrays import TensorArgument, check_output, host_tensor, snapshot, tensor_argument
+from dispatcher.problem.arrays import (
+    TensorArgument,
+    check_opencl_output,
+    check_output,
+    fetched,
+    host_tensor,
+    in_kind,
+    on_opencl,
+    snapshot,
+    tensor_argument,
+    with_own_error_state,
+)
 from dispatcher.problem.loader import ProblemLike, load_problem
+from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, check_precision
+from dispatcher.problem.values import unwrapped
 
 MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
 MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
@@ -42,8 +53,8 @@ MAX_SIGNATURES = 1024  # ways of calling that it remembers the analysis of
 #: What a parent process had compiled, kept in its forked children.
 _left_behind: list[Any] = []
 
-#: Types of sizes and scalars whose type and repr say all there is to know.
-_PLAIN = (int, float, np.generic, tuple, list, type(None))
+#: Integers up to this magnitude can be printed.
+_PRINTABLE = 2**64
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def run(
     Args:
         problem: see :func:`compile`, as for every argument that is not listed here.
         output: where to put the result: a writeable C-contiguous array of the right shape and dtype that
-            overlaps no input. Without it, a new array is made.
+            overlaps no input, or such an array of PyOpenCL. Without it, a new array is made.
         trace: a file to write what the call did to, in the format of Chrome's tracing.
         **arguments: every tensor by parameter name, in any memory layout; sizes that the tensors do not show;
             scalars. Sizes and scalars may come from their defaults or from ``case``.
@@ -129,7 +140,7 @@ def run(
         KernelError: a kernel did not build or run on the device that was named.
     """
     if trace is not None and not isinstance(trace, str | os.PathLike):
-        raise InputError(f"trace is {trace!r}; expected the path of a file to write")
+        raise InputError(f"trace is {brief(trace)}; expected the path of a file to write")
     settings = Settings(device, devices, precision, case, dtype, options)
     compiled = CompiledOperator(load_problem(problem), settings, eager=False)
     with tracing.recording(trace):
@@ -192,6 +203,9 @@ class PreparedCall:
         """The device that runs it, and those passed over."""
         return self._program.choice
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a prepared call stays where it was prepared; copy or pickle the compiled operator instead")
+
     def __call__(self, output: Any = None, timings: Timings | None = None) -> Any:
         """Run it and wait for the result.
 
@@ -212,6 +226,9 @@ class CompiledOperator:
 
     It may be called from several threads, and with tensors of different shapes: each operator that results is
     compiled once and kept, the least recently used ones being dropped when there are many.
+
+    A copy, also one that is made by pickle, has the same problem, settings and bound tensors, and compiles for itself
+    where it is first called.
     """
 
     def __init__(
@@ -219,12 +236,12 @@ class CompiledOperator:
     ) -> None:
         """See :func:`compile`. Without ``eager`` no device is looked at before the first call."""
         check_precision(settings.precision)
-        check_options(settings.options)
         self._problem = problem
+        self._recipe = settings
         self._request: Request = parse_request(settings.device, settings.devices)
         self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
         self._settings["dtype"] = _dtype_name(settings.dtype)
-        self._options = dict(settings.options or {})
+        self._options = check_options(settings.options)
         given = sort_arguments(problem, arguments or {})
         if given.output is not None:
             raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
@@ -272,6 +289,13 @@ class CompiledOperator:
         if self._first is None:
             self._first = first_usable(self._request)
         return self._first
+
+    def __reduce__(self) -> Any:
+        bound: dict[str, Any] = {**self._bound.sizes, **self._bound.scalars}
+        for name, tensor in self._bound.tensors.items():
+            array = _to_host(name, tensor.array, "a copied or pickled operator")
+            bound[name] = replace(tensor, array=array, on_device=False)
+        return _made_again, (self._problem, self._recipe, bound)
 
     def __repr__(self) -> str:
         where = self._request.text if self._last is None else self._last.choice.device.id
@@ -333,9 +357,9 @@ class CompiledOperator:
                     raise InputError(f"output and {name} both name the result; give one of them")
                 output = value if output is None else output
             else:
-                others[name] = value
-                plain = plain and isinstance(value, _PLAIN)
-                signature.append((name, type(value), repr(value)))  # repr tells 0.0 from -0.0
+                others[name] = number = unwrapped(value)
+                plain = plain and _is_plain(number)
+                signature.append((name, repr(number) if plain else ""))  # repr tells 0.0 from -0.0
         key = tuple(signature) if plain else None
         program = None if key is None else self._signatures.get(key)
         if program is None:
@@ -352,14 +376,10 @@ class CompiledOperator:
         """
         if self._process == os.getpid():
             return
-        self._process = os.getpid()
         self._lock = threading.RLock()
         _left_behind.append((self._programs, self._last))
-        last = self._last
         self._programs, self._signatures, self._last, self._first = {}, {}, None, None
-        if last is not None and last.choice.device.kind != "reference" and not self._request.named:
-            text = f"{last.choice.device.id} does not survive a fork of the process; the next device is tried"
-            warnings.warn(text, FallbackWarning, stacklevel=4)
+        self._process = os.getpid()  # last: an interruption may have left it half done
 
     def _learn(self, key: tuple[Any, ...] | None, arguments: Mapping[str, Any]) -> _Program:
         """Analyse a call and remember the result under ``key``.
@@ -391,13 +411,35 @@ class CompiledOperator:
                     choice = choose(operator, self._request, self._options)
                 program = _Program(operator, choice, self._bound.tensors)
                 if len(self._programs) >= MAX_PROGRAMS:
-                    dropped = self._programs.pop(min(self._programs, key=lambda k: self._programs[k].used))
+                    oldest = min(self._programs, key=lambda k: self._programs[k].used)
+                    dropped = self._programs[oldest]
                     self._signatures = {k: p for k, p in self._signatures.items() if p is not dropped}
+                    del self._programs[oldest]
                 self._programs[key] = program
             program.used = next(self._clock)
             return program
 
+    @with_own_error_state
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
+        """:meth:`_run`, which takes arrays of PyOpenCL by a copy, and the way back: a buffer belongs to the context of
+        whoever made it. The result is such an array where the device that runs has one among the inputs."""
+        sources = {name: _array(tensor) for name, tensor in {**self._bound.tensors, **tensors}.items()}
+        if on_opencl(output):
+            operator = program.operator
+            check_opencl_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
+            result = self._run(program, tensors, None, timings)
+            output.set(result, output.queue or in_kind(np.empty(1), output).queue)
+            return output
+        if output is not None:
+            check_output(output, program.operator.output_shape, program.operator.dtype, sources, self._output_name)
+        result = self._run(program, tensors, output, timings)
+        like = next((array for array in sources.values() if on_opencl(array)), None)
+        owns = getattr(program.choice.backend, "owns", None)
+        if output is None and like is not None and owns is not None and owns(program.choice.device, like):
+            return in_kind(result, like)
+        return result
+
+    def _run(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """Run ``program``, moving on to the next device where the request allows that.
 
         Args:
@@ -410,10 +452,6 @@ class CompiledOperator:
         if self._process != os.getpid():
             self._mind_forks()
             program = self._program(operator)
-        if output is not None:
-            sources = {**self._bound.tensors, **tensors}
-            sources = {name: _array(tensor) for name, tensor in sources.items()}
-            check_output(output, operator.output_shape, operator.dtype, sources, self._output_name)
         while True:
             choice = program.choice
             if output is not None and not isinstance(output, np.ndarray) and not _takes_device_arrays(choice):
@@ -454,10 +492,12 @@ class CompiledOperator:
             array = _array(tensors[name] if name in tensors else self._bound.tensors[name])
             if type(array) is np.ndarray:
                 inputs[name] = host_tensor(array, program.dtype)
+            elif on_opencl(array):
+                inputs[name] = host_tensor(fetched(name, array), program.dtype)
             elif _takes_device_arrays(choice):
                 inputs[name] = array
             else:
-                inputs[name] = host_tensor(_to_host(name, array, choice.device), program.dtype)
+                inputs[name] = host_tensor(_to_host(name, array, choice.device.id), program.dtype)
         return inputs
 
     def _split(self, program: _Program, choice: Choice) -> bool:
@@ -492,14 +532,26 @@ class CompiledOperator:
                 warn_of_fallback(operator, device, failure)
 
 
-def _dtype_name(dtype: Any) -> str | None:
+def _made_again(problem: Problem, settings: Settings, arguments: Mapping[str, Any]) -> CompiledOperator:
+    """An operator from its recipe. What it raises on the way to a device is its first call's to raise."""
+    return CompiledOperator(problem, settings, arguments, eager=False)
+
+
+def _dtype_name(dtype: Any) -> Any:
     """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:
         return str(np.dtype(dtype).name)
-    except TypeError:
-        return str(dtype)
+    except Exception:  # whatever the object's own attributes raise
+        return dtype
+
+
+def _is_plain(value: Any) -> bool:
+    """Does the text of a size or scalar, or of a list of them, say all there is to know of it?"""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) is float or (type(value) is int and abs(value) <= _PRINTABLE)
 
 
 def _array(value: Any) -> Any:
@@ -510,12 +562,12 @@ def _takes_device_arrays(choice: Choice) -> bool:
     return bool(getattr(choice.backend, "device_arrays", False))
 
 
-def _to_host(name: str, array: Any, device: Device) -> np.ndarray:
+def _to_host(name: str, array: Any, taker: str) -> np.ndarray:
     try:
         return np.asarray(array)
     except Exception as error:  # CuPy raises a TypeError, others what they like
         raise InputError(
-            f"tensor {name} lives on a CUDA device, and {device.id} takes arrays in host memory; "
+            f"tensor {name} lives on a CUDA device, and {taker} takes arrays in host memory; "
             "copy it to the host, or choose device='cuda'"
         ) from error
 

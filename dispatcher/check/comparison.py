@@ -64,6 +64,13 @@ class Comparison:
     worst_reference: float = math.nan
     reason: str = ""
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all figures are the same, where NaN is the same as NaN: a copy is equal."""
+        return isinstance(other, Comparison) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @property
     def severity(self) -> float:
         """The larger of the two ratios of error and bound, by which results can be sorted; NaN counts as infinite."""
@@ -262,12 +269,13 @@ def _each_part(
     registry.error_bounds().bounded_parts(operator, tensors, progress, finish)
 
 
-def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Array]:
+def bounded_reference(operator: Operator, tensors: Tensors, progress: Progress | None = None) -> tuple[Array, Array]:
     """The reference and the largest error that a correct result may have, element by element.
 
     Args:
         operator: what to compute.
         tensors: every input tensor by name.
+        progress: told the fraction done, from time to time.
 
     Returns:
         Two float64 arrays of ``operator.output_shape``.
@@ -278,7 +286,7 @@ def bounded_reference(operator: Operator, tensors: Tensors) -> tuple[Array, Arra
     def take(part: slice, values: Array, bounds: Array) -> None:
         whole[part], whole_bound[part] = values, bounds
 
-    _each_part(operator, tensors, None, take)
+    _each_part(operator, tensors, progress, take)
     return reference, bound
 
 

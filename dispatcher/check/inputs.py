@@ -8,9 +8,9 @@ exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
+from dispatcher.problem.arrays import with_own_error_state
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.values import seed_value
 
 Role = Literal["data", "weight", "factor", "term"]
 
@@ -67,6 +69,12 @@ def _saturates(operator: Operator) -> bool:
     return any(
         isinstance(step, Softmax) or (isinstance(step, Pointwise) and step.form.saturates) for step in operator.steps
     )
+
+
+def _keeps_spikes(operator: Operator) -> bool:
+    """Is there a convolution, and no product that a few large elements would overflow?"""
+    products = (isinstance(step, Reduce) and step.form.monoid.errors == "multiplies" for step in operator.steps)
+    return bool(operator.convolutions) and not any(products)
 
 
 def _exact(operator: Operator) -> bool:
@@ -159,6 +167,18 @@ INPUT_SETS: dict[str, InputSet] = {
         "a pipeline that is exact on integers",
         _exact,
     ),
+    "spikes": InputSet(
+        "like signed, with one in 2048 elements of the pipeline's input, and one in its middle, 2^40 (float16: 2^12)",
+        "rounding of large elements that leaks into outputs which do not read them (transforms, a common scale)",
+        "a convolution, and no product of all elements",
+        _keeps_spikes,
+    ),
+    "gaps": InputSet(
+        "like signed, with two of every four rows along height zero, and every other output channel's first taps there",
+        "the same, beside sums that have no terms other than zero",
+        "a convolution",
+        lambda operator: bool(operator.convolutions),
+    ),
     "denormal": InputSet(
         "like signed, with the pipeline's input below the smallest normal number",
         "quotients of numbers that were flushed to zero; kept and flushed numbers are both right",
@@ -191,18 +211,9 @@ def meaningful_sets(operator: Operator) -> tuple[str, ...]:
 
 # ---- making them -------------------------------------------------------------------------------------------
 _BLOCK = 1 << 16  # elements made at once
+_SPIKE = 2.0**40  # its square, added up, is far from the largest float32
+_HALF_SPIKE = 2.0**12  # of float16
 _GRADES = 12  # powers of two in a graded input; with more, float16 would lose its bits
-
-
-def check_seed(seed: Any) -> int:
-    """Return ``seed`` as an int.
-
-    Raises:
-        InputError: it is not an integer, or not in ``0 <= seed < 2**64``.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**64:
-        raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1")
-    return int(seed)
 
 
 @dataclass(frozen=True)
@@ -211,6 +222,7 @@ class _Use:
 
     role: Role
     spread: float
+    out_axis: int = 1  # of weights: the output channels
 
 
 def _uses(operator: Operator) -> dict[str, _Use]:
@@ -225,7 +237,8 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                 strides = math.prod(axis.stride for axis in geometry.axes)
                 in_group = geometry.in_channels // geometry.groups
                 products = max(in_group, in_group * geometry.kernel_volume / strides)  # a voxel, on average
-                uses.setdefault(step.weight.name, _Use("weight", 1.0 / (deviation * math.sqrt(products))))
+                spread = 1.0 / (deviation * math.sqrt(products))
+                uses.setdefault(step.weight.name, _Use("weight", spread, int(step.transposed)))
             case Normalize() if step.weight is not None:
                 uses.setdefault(step.weight.name, _Use("factor", 1.0))
             case Pointwise():
@@ -278,12 +291,16 @@ def _elements(kind: str, fields: Fields, use: _Use, dtype: np.dtype[Any]) -> Any
         case (("negative" | "positive"), ("data" | "weight" | "term")):
             spread = number(use.spread if kind == "positive" or use.role == "data" else -use.spread)
             return (np.abs(_bell(fields, dtype)) + number(0.25)) * spread
+        case "spikes", "data":
+            bell = _bell(fields, dtype)
+            return np.where(fields[:, 3] % 2048 == 0, np.copysign(number(_HALF_SPIKE), bell), bell)
     bell = _bell(fields, dtype)
     if use.role == "factor":
         bell += np.copysign(number(0.5), bell)  # a factor near zero would hide what it multiplies
     return bell * number(use.spread)
 
 
+@with_own_error_state
 def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> dict[str, np.ndarray]:
     """Make every input tensor of ``operator``.
 
@@ -298,7 +315,7 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
     Raises:
         InputError: ``seed`` or ``kind`` is not as it should be.
     """
-    seed = check_seed(seed)
+    seed = seed_value("seed", seed)
     if kind not in INPUT_SETS:
         raise InputError(f"kind is {kind!r}; expected one of {', '.join(INPUT_SETS)}")
     uses = _uses(operator)
@@ -308,9 +325,40 @@ def random_tensors(operator: Operator, seed: int, *, kind: str = "signed") -> di
         tensors[name] = _tensor(shape, np.dtype(operator.dtype), use, seed, name, kind)
         _finish(tensors[name], use, kind, operator.problem.rank)
     data = tensors[operator.source]
-    if kind in ("one_nan", "one_inf") and data.size:
-        data[_middle_place(data.shape, seed)] = np.nan if kind == "one_nan" else np.inf
+    spike = _HALF_SPIKE if data.dtype == np.float16 else _SPIKE
+    odd = {"one_nan": np.nan, "one_inf": np.inf, "spikes": spike}.get(kind)
+    if odd is not None and data.size:
+        data[_middle_place(data.shape, seed)] = odd
     return tensors
+
+
+def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) -> dict[str, np.ndarray]:
+    """Other tensors of the same kind, at the cost of a few copies.
+
+    Args:
+        tensors: by name.
+        steps: of what is done to each tensor, one after another: ``new`` shifts its elements round and multiplies all
+            by one factor, so that no value stays; ``near`` makes a few elements change places, so that sums stay. With
+            each goes the seed of what is random about it, from 0 to 2**64 - 1.
+
+    Returns:
+        C-contiguous arrays of the same shapes and dtypes; without steps, the same ones.
+    """
+    result = dict(tensors)
+    for (way, seed), name in itertools.product(steps, tensors):
+        array = result[name]
+        generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if way == "new":
+            shift, fraction = (int(raw) for raw in generator.random_raw(2))
+            result[name] = np.roll(array, shift % array.size)
+            with np.errstate(all="ignore"):
+                result[name] *= array.dtype.type(0.5 + math.ldexp(fraction, -65))
+        else:
+            count = 2 * min(4 * len(array), array.size // 256)
+            places = np.unique(generator.random_raw(count) % array.size)
+            result[name] = array.copy()
+            result[name].flat[places] = np.roll(array.flat[places], 1)
+    return result
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:
@@ -330,12 +378,22 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
     """Multiply a signed tensor, in place, by the powers of two that its set asks for; its last ``rank`` axes are
     spatial."""
     dtype = tensor.dtype.type
+    height = -min(rank, 2)  # the axis, or the only one there is
     match kind, use.role:
         case "denormal", "data":
             tensor *= dtype(np.finfo(dtype).tiny / 8)
         case "graded", "data":
             places = sum(np.ogrid[tuple(slice(extent) for extent in tensor.shape[-rank:])])
             tensor *= np.ldexp(dtype(1), -(places % _GRADES))
+        case "spikes", "data" if tensor.dtype != np.float16:
+            tensor[np.abs(tensor) == _HALF_SPIKE] *= dtype(_SPIKE / _HALF_SPIKE)
+        case "gaps", "data":
+            row = np.arange(tensor.shape[height]).reshape(-1, *[1] * (-height - 1))
+            tensor *= (row % 4 < 2).astype(dtype)
+        case "gaps", "weight" if tensor.ndim == rank + 2 and tensor.shape[height] > 1:
+            first: list[slice | int] = [slice(None)] * tensor.ndim
+            first[use.out_axis], first[height] = slice(None, None, 2), 0
+            tensor[tuple(first)] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):

@@ -18,21 +18,23 @@ from typing import Any, Literal
 import numpy as np
 
 from dispatcher import registry
-from dispatcher.check.comparison import Comparison, Progress, part, verify_results
-from dispatcher.check.inputs import check_seed, random_tensors
+from dispatcher.check.comparison import Comparison, Progress, part, verify_result
+from dispatcher.check.inputs import random_tensors, varied
 from dispatcher.check.kernelfile import Sizes, as_texts, read_kernel
-from dispatcher.check.kernelrun import OUTPUT_FILE
-from dispatcher.check.verifying import changed_inputs, check_inputs, checksums, comparison_dict, sets_for
+from dispatcher.check.kernelrun import INPUT_FILE, OUTPUT_FILE
+from dispatcher.check.verifying import SMALL_FLOPS, changed_inputs, check_inputs, checksums, comparison_dict, sets_for
 from dispatcher.device import selftest
 from dispatcher.device.childprocess import LONGEST_S, Ended, run_child, unwound_by_signals
 from dispatcher.device.selection import backend_devices, candidates, first_usable, parse_request, skipped_list
+from dispatcher.device.splitting import batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import BuildError, DeviceError, InputError, KernelError
-from dispatcher.interface import Device, device_dict
-from dispatcher.problem.arguments import bind_numbers, count_value, seconds_value
+from dispatcher.interface import Device, Tensors, device_dict
+from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.userkernel import UserKernel
+from dispatcher.problem.values import count_value, seconds_value, seed_value
 
 TIMEOUT_S = 60.0
 ENTRY = "solution"
@@ -198,7 +200,7 @@ def verify_kernel(
         DeviceError: no device of the request can run such files.
         KernelError: something failed that is not the kernel's fault.
     """
-    seed = check_seed(seed)
+    seed = seed_value("seed", seed)
     timeout_s = seconds_value("timeout_s", timeout_s, LONGEST_S)
     repeats, warmup = count_value("repeats", repeats, 1), count_value("warmup", warmup, 0)
     wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else as_texts("inputs", inputs))
@@ -206,14 +208,24 @@ def verify_kernel(
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
     source, backend = read_kernel(operator, kernel, entry, global_size, local_size, build_options)
     judgements: list[Judgement] = []
-    places = _places(backend, device, source.file)
+    unusable: DeviceError | None = None
+    try:
+        places = _places(backend, device, source.file)
+    except DeviceError as error:
+        first, *others = backend_devices(backend)
+        if any(each.available for each in (first, *others)):
+            raise
+        unusable, places = error, [(first, ())]  # on which it is built alone
     for place, skipped in places:
         with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="kernel-dispatcher-") as folder:
-            run = _ChildRun(operator, source, place, Path(folder), sets_for(operator, wanted), seed)
+            kinds = sets_for(operator, wanted) if place.available else ()
+            run = _ChildRun(operator, source, place, Path(folder), kinds, seed, usable=place.available)
             run.prepare(timeout_s, repeats, warmup)
             try:
                 verdict = run.judge(run.run(timeout_s), timeout_s, progress)
             except DeviceError as error:
+                if unusable is not None:
+                    raise DeviceError(f"{unusable}; {error}") from error
                 if place is places[-1][0] and all(each.outcome == "unsupported" for each in judgements):
                     raise
                 verdict = {"outcome": "unsupported", "reason": str(error)}
@@ -259,6 +271,7 @@ class _ChildRun:
     kinds: Sequence[str]
     seed: int
     tensors: list[dict[str, np.ndarray]] = field(default_factory=list)
+    usable: bool = True
 
     def prepare(self, timeout_s: float, repeats: int, warmup: int) -> None:
         """Write down what the process has to do.
@@ -271,10 +284,11 @@ class _ChildRun:
             for number, kind in enumerate(self.kinds):
                 self.tensors.append(random_tensors(operator, self.seed, kind=kind))
                 for name, array in self.tensors[-1].items():
-                    np.save(self.folder / f"{name}-{number}.npy", array)
+                    np.save(self.folder / INPUT_FILE.format(name, number), array)
+            share, keep = _to_check(operator, warmup + repeats + 2)
             request = {
                 "module": registry.BACKENDS[self.device.backend],
-                **picked(self.device, "index", "name"),
+                "device": picked(self.device, "backend", "index", "name", "kind", "available"),
                 "kernel": asdict(self.kernel),
                 "kinds": list(self.kinds),
                 "numbers": {**operator.sizes, **operator.scalars},
@@ -282,6 +296,8 @@ class _ChildRun:
                 "timing_s": TIMING_SHARE * timeout_s,
                 "repeats": repeats,
                 "warmup": warmup,
+                "share": share,
+                "keep": keep,
             }
             (self.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         except OSError as error:
@@ -314,9 +330,12 @@ class _ChildRun:
         failure = reports.get("failure")
         if failure is not None:
             return self.failed(failure, stage)
+        if "compiled" in reports:
+            file, built = self.kernel.file, reports["compiled"]
+            raise DeviceError(f"{file} compiles {built} and has the problem's parameters, but it could not be run")
         if ended.code != 0 or "after" not in reports:
             how = f"no end within {timeout_s:g} s" if ended.code is None else _ending(ended)
-            if stage in ("", "opening the device"):
+            if stage in ("", "opening the device") or not self.usable:
                 raise DeviceError(f"{self.device.id} ({self.device.name}) could not be opened: {how}")
             outcome = "timed out" if ended.code is None else "crashed"
             return {"outcome": outcome, "reason": f"{how}, while {stage}"}
@@ -332,8 +351,12 @@ class _ChildRun:
                 return {"outcome": "out of memory", "reason": f"{message}, while {stage}"}
             case "KernelError":
                 return {"outcome": "crashed", "reason": f"{message}, while {stage}"}
+            case "LateError":
+                return {"outcome": "wrong", "reason": f"{message}, while {stage}"}
             case "InputError":
                 raise InputError(message)
+            case _ if not self.usable:
+                raise DeviceError(f"it was not compiled either: {message}")
             case "DeviceError":
                 raise DeviceError(message)
             case _:
@@ -342,21 +365,23 @@ class _ChildRun:
     def compared(self, reports: Mapping[str, Any], progress: Progress | None) -> dict[str, Any]:
         """The verdict on the results that the process has left."""
         checks = []
+        count = len(self.kinds) + len(reports["repeated"])
         for number, (kind, tensors) in enumerate(zip(self.kinds, self.tensors, strict=True)):
-            repeated = reports["repeated"] if number == 0 else None
-            ways = [str(number)] if repeated is None else [str(number), *repeated["results"]]
-            results = [np.load(self.folder / OUTPUT_FILE.format(way), mmap_mode="r") for way in ways]
-            told = None if progress is None else part(progress, number, len(self.kinds))
-            comparison, *others = verify_results(self.operator, tensors, results, told)
-            before = checksums(tensors)
-            wrong = _faults(before, reports["after"][number], comparison)
+            result = np.load(self.folder / OUTPUT_FILE.format(number), mmap_mode="r")
+            told = None if progress is None else part(progress, number, count)
+            comparison = verify_result(self.operator, tensors, result, told)
+            wrong = _faults(checksums(tensors), reports["after"][number], comparison)
             checks.append(Check(kind, "first", not wrong, wrong, comparison))
-            if repeated is not None:
-                worst = max(others, key=lambda each: (not each.passed, each.severity), default=comparison)
-                wrong = _faults(before, repeated, worst)
-                if wrong:
-                    wrong = f"a repeated launch did something else than the first: {wrong}"
-                checks.append(Check(kind, "repeated", not wrong, wrong, worst))
+        for number, launch in enumerate(reports["repeated"], len(self.kinds)):
+            result = np.load(self.folder / OUTPUT_FILE.format(launch["result"]), mmap_mode="r")
+            tensors = varied(self.tensors[0], launch["inputs"])
+            told = None if progress is None else part(progress, number, count)
+            comparison = verify_result(*_items(self.operator, tensors, launch["start"], len(result)), result, told)
+            wrong = _faults(checksums(tensors), launch, comparison)
+            if wrong:
+                wrong = f"a repeated launch did something else than the first: {wrong}"
+                checks.append(Check(self.kinds[0], "repeated", False, wrong, comparison))
+                break
         build_s = reports["build_s"]
         failed = next((check for check in checks if not check.passed), None)
         if failed is not None:
@@ -366,15 +391,44 @@ class _ChildRun:
         return {"outcome": "passed", "checks": tuple(checks), "build_s": build_s, **times}
 
 
+def _to_check(operator: Operator, launches: int) -> tuple[int, int]:
+    """How much of the launches on other inputs is compared with the reference: as much as takes the time of one whole
+    result, or of three where the batch cannot be split into as many parts, or not long.
+
+    Returns:
+        Batch items of each result, and the number of results.
+    """
+    batch = operator.output_shape[0]
+    parts = batch if batch_parameter(operator)[0] else 1
+    most = max(parts, 3, SMALL_FLOPS * parts // max(1, operator.flops))
+    share = min(parts, max(1, most // launches))
+    return batch // parts * share, most // share
+
+
+def _items(operator: Operator, tensors: Tensors, start: int, count: int) -> tuple[Operator, Tensors]:
+    """What computes ``count`` batch items from ``start`` on."""
+    if count == operator.output_shape[0]:
+        return operator, tensors
+    parameter, _ = batch_parameter(operator)
+    batched = batched_tensors(operator, parameter)
+    cut = {name: array[start : start + count] if name in batched else array for name, array in tensors.items()}
+    return with_batch(operator, parameter, count), cut
+
+
 def _faults(before: Mapping[str, int], seen: Mapping[str, Any], found: Comparison) -> str:
-    """What is wrong after a run, as one reason: empty when nothing is.
+    """What is wrong after a launch, as one reason: empty when nothing is.
 
     Args:
         before: checksums of the inputs.
         seen: what the process saw of it.
-        found: what the comparison of its result found.
+        found: what the comparison of its result, or of some batch items of it, found.
     """
-    return "; ".join(filter(None, (changed_inputs(before, seen["checksums"]), *seen["beside"], found.reason)))
+    reasons = [changed_inputs(before, seen["checksums"]), *seen["beside"]]
+    if seen.get("recalled") and not found.passed:
+        reasons.append("its result is that of an earlier launch on other inputs")
+    if "recalled" in seen and seen["unwritten"]:
+        reasons.append(f"{seen['unwritten']} elements of its result are what was there before")
+    return "; ".join(filter(None, (*reasons, found.reason)))
 
 
 def _ending(ended: Ended) -> str:

@@ -19,6 +19,7 @@ from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import Kind, UserKernel, spelled
+from dispatcher.problem.values import unwrapped
 
 #: Bytes of the largest kernel file: far more than anybody writes.
 LARGEST_FILE = 1 << 24
@@ -72,7 +73,7 @@ def read_kernel(
     for option in options:
         if "\0" in option or not _encodes(option):
             found = "a NUL, or bytes that are no text here"
-            raise InputError(f"build option {option!r} has {found}; expected text in UTF-8")
+            raise InputError(f"build option {brief(option)} has {found}; expected text in UTF-8")
     names = size_names(operator)
     local = None if local_size is None else _evaluate("local_size", local_size, names)
     whole = None if global_size is None else _evaluate("global_size", global_size, names)
@@ -85,7 +86,7 @@ def read_kernel(
         raise InputError("local_size is given without global_size; give both")
     if local is not None and whole is not None:
         if len(local) != len(whole):
-            given = f"local_size is {local_size!r} and global_size {global_size!r}"
+            given = f"local_size is {brief(local_size)} and global_size {brief(global_size)}"
             raise InputError(f"{given}; expected as many sizes in both")
         whole = tuple(-(-size // step) * step for size, step in zip(whole, local, strict=True))
     kernel = UserKernel(
@@ -182,7 +183,8 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
     if isinstance(sizes, str):
         parts = sizes.split(",")
     else:
-        parts = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, bytes) else [sizes]
+        given = unwrapped(sizes)
+        parts = given if isinstance(given, list | tuple) else [given]
     if not 1 <= len(parts) <= 3:
         raise InputError(f"{argument} is {brief(sizes)}; expected one to three sizes")
     values = []
@@ -196,9 +198,9 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
                 raise InputError(f"there is no size {unknown[0]!r}; there are {', '.join(names)}")
             value = expression.evaluate(names)
         except InputError as error:
-            raise InputError(f"{argument} {part!r}: {error}") from error
+            raise InputError(f"{argument} {brief(part)}: {error}") from error
         if value < 1:
-            raise InputError(f"{argument} {part!r} is {value}; expected 1 or more")
+            raise InputError(f"{argument} {brief(part)} is {value}; expected 1 or more")
         values.append(value)
     return tuple(values)
 
@@ -214,5 +216,5 @@ def _how_run(kernel: str | Path) -> registry.KernelFiles:
     files = registry.KERNEL_FILES.get(Path(kernel).suffix.lower())
     if files is None:
         suffixes = " or ".join(registry.KERNEL_FILES)
-        raise InputError(f"kernel is {str(kernel)!r}; expected a file that ends in {suffixes}")
+        raise InputError(f"kernel is {brief(str(kernel))}; expected a file that ends in {suffixes}")
     return files

@@ -16,6 +16,7 @@ from dispatcher.check.inputs import random_tensors
 from dispatcher.check.verifying import checksums, compare_run, comparison_dict, compile_for
 from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import device_dict
+from dispatcher.problem.arrays import with_own_error_state
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
 
@@ -75,6 +76,7 @@ class TimedRun:
         }
 
 
+@with_own_error_state
 def input_tensors(operator: Operator, given: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
     """Every input, random where none is given, in the operator's dtype and in C order, so that no call converts it."""
     made = {} if set(given) >= set(operator.tensor_shapes) else random_tensors(operator, seed)

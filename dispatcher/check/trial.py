@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
+
+import numpy as np
 
 from dispatcher import registry
 from dispatcher.check.comparison import poisoned, verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.childprocess import Report
-from dispatcher.device.selftest import FAILED, SelfTest
-from dispatcher.errors import DeviceError, first_line
+from dispatcher.device.selftest import SelfTest
+from dispatcher.errors import DeviceError, DeviceMemoryError, first_line
 from dispatcher.interface import Backend, Device
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
@@ -20,12 +20,17 @@ from dispatcher.problem.loader import load_problem
 PROBLEM = "conv-transpose3d-layernorm-gelu-scaling"
 #: Half a GFLOP: enough to tell devices apart, little enough for the slowest.
 SIZES = {"batch_size": 2, "depth": 4, "height": 16, "width": 16, "scaling_factor": 0.5}
-#: The speed is that of the fastest call among those that fit into this time.
-MEASURE_S = 0.2
+#: The speed is the median of the calls that fit into spells of this time. Pauses in between let a short
+#: disturbance pass.
+SPELL_S, SPELLS, PAUSE_S = 0.07, 3, 0.1
 
 
 def child(report: Report, module: str, *arguments: str) -> None:
-    """What the child process does: list a backend's devices or test one, and report a :class:`SelfTest`."""
+    """What the child process does: list a backend's devices or test one.
+
+    It reports that it begins, and then a :class:`SelfTest`.
+    """
+    report("begins")
     backend = registry.load(module)
     if arguments[0] == "list":
         backend.probe()
@@ -41,12 +46,12 @@ def find_again(backend: Backend, index: int, name: str) -> Device:
     Raises:
         DeviceError: this process sees another one in its place, or none.
     """
-    found: Mapping[int, Device] = {device.index: device for device in backend.probe()}
-    device = found.get(index)
-    if device is None or device.name != name:
-        seen = "nothing" if device is None else device.name
+    found = backend.probe()
+    matches = [device for device in found if device.name == name]
+    if not matches:
+        seen = next((device.name for device in found if device.index == index), "nothing")
         raise DeviceError(f"could not be run: it found {seen} in the place of {name}")
-    return device
+    return next((device for device in matches if device.index == index), matches[0])
 
 
 def _test(backend: Backend, index: int, name: str) -> SelfTest:
@@ -61,8 +66,10 @@ def _test(backend: Backend, index: int, name: str) -> SelfTest:
         return _measure(backend, device)
     except DeviceError as error:
         return SelfTest("closed", f"could not open it: {first_line(error)}")
+    except (MemoryError, DeviceMemoryError, OSError) as error:  # others may have taken the memory, or the disk
+        return SelfTest("error", f"could not be run: {first_line(error)}")
     except Exception as error:
-        return SelfTest("error", f"{FAILED}: {first_line(error)}")
+        return SelfTest("failed", f"failed: {first_line(error)}")
 
 
 def _measure(backend: Backend, device: Device) -> SelfTest:
@@ -80,9 +87,13 @@ def _measure(backend: Backend, device: Device) -> SelfTest:
     comparison = verify_result(operator, tensors, result)
     if not comparison.passed:
         return SelfTest("wrong", f"gave a wrong result: {comparison.reason}")
-    best_s, begin = math.inf, time.perf_counter()
-    while time.perf_counter() - begin < MEASURE_S:
-        start = time.perf_counter()
-        executable(tensors, result)
-        best_s = min(best_s, time.perf_counter() - start)
-    return SelfTest("ok", "", operator.flops / max(best_s, 1e-9) / 1e9)
+    speeds = []
+    for spell in range(SPELLS):
+        time.sleep(PAUSE_S if spell else 0.0)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < SPELL_S:
+            start = time.perf_counter()
+            executable(tensors, result)
+            speeds.append(operator.flops / max(time.perf_counter() - start, 1e-9) / 1e9)
+    low, median, high = np.quantile(speeds, [0.25, 0.5, 0.75]).tolist()
+    return SelfTest("ok", "", median, (low, high))

@@ -24,15 +24,16 @@ import numpy as np
 
 from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.check.comparison import Comparison, Progress, part, poisoned, refusal, verify_result, verify_results
-from dispatcher.check.inputs import INPUT_SETS, TELLING_SETS, check_seed, meaningful_sets, random_tensors
-from dispatcher.device.selection import devices, first_usable, parse_request, skipped_list
+from dispatcher.check.inputs import INPUT_SETS, TELLING_SETS, meaningful_sets, random_tensors
+from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
-from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError
+from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
 from dispatcher.interface import Device, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
-from dispatcher.problem.messages import picked
+from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.values import seed_value, whole_value
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
 
@@ -220,15 +221,15 @@ def check_inputs(inputs: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if isinstance(inputs, str) and inputs == "all":
         return ()
     if not isinstance(inputs, str | Sequence):
-        raise InputError(f"inputs is {inputs!r}; expected all, or names of sets of inputs")
+        raise InputError(f"inputs is {brief(inputs)}; expected all, or names of sets of inputs")
     names = [name.strip() for name in inputs.split(",")] if isinstance(inputs, str) else list(inputs)
     usable = [name for name in INPUT_SETS if name != "uniform"]
-    if "uniform" in names:
+    if any(isinstance(name, str) and name == "uniform" for name in names):
         raise InputError("inputs uniform hide many faults and are for timing only; use signed instead")
-    wrong = [name for name in names if name not in usable]
+    wrong = [name for name in names if not isinstance(name, str) or name not in usable]
     if wrong or not names:
-        given = repr(wrong[0]) if wrong else "empty"
-        raise InputError(f"inputs is {given}; expected all, or some of {', '.join(usable)}")
+        given, meant = ("empty", "") if not wrong else (brief(wrong[0]), suggest(wrong[0], usable))
+        raise InputError(f"inputs is {given}; expected all, or some of {', '.join(usable)}{meant}")
     return tuple(dict.fromkeys(names))
 
 
@@ -238,11 +239,9 @@ def check_seeds(seed: Any, seeds: Any) -> range:
     Raises:
         InputError: ``seeds`` is not an integer of 1 or more, or a seed is out of range.
     """
-    first = check_seed(seed)
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise InputError(f"seeds is {seeds!r}; expected an integer of 1 or more")
-    check_seed(first + seeds - 1)
-    return range(first, first + seeds)
+    first = seed_value("seed", seed)
+    count = whole_value("seeds", seeds, 1, 2**64, "an integer of 1 or more, up to 2**64")
+    return range(first, seed_value("seed", first + count - 1) + 1)
 
 
 def verify(
@@ -315,7 +314,7 @@ def verify_operators(
     """
     places: list[tuple[str | Device | None, Device]]
     if device == "all":
-        places = [(found.id, found) for found in devices() if found.available]
+        places = [(found.id, found) for found in usable_devices()]
     else:
         places = [(device, first_usable(parse_request(device))[0])]
     results = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import math
 import os
 import queue
@@ -32,8 +33,8 @@ Report = Callable[[Any], None]
 #: Bytes kept of what a child prints.
 KEPT_BYTES = 1 << 16
 
-#: Signals that come from outside: they say nothing about what the child ran.
-FOREIGN_SIGNALS = frozenset(("SIGINT", "SIGKILL", "SIGTERM"))
+#: Signals that what a child ran can bring upon it; others come from outside and say nothing about that.
+OWN_SIGNALS = frozenset(("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"))
 
 #: The longest time limit that the system's clocks and alarms are sure to take: a week.
 LONGEST_S = 7 * 24 * 3600.0
@@ -44,9 +45,10 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 _GRACE_S = 10
 #: How long to wait for the end of a pipe that something the child started holds open.
 _PATIENCE_S = 1.0
+#: Run with this package's own folder at the front of sys.path.
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dispatcher.device import childprocess; "
-    "childprocess._child(float(sys.argv[2]), sys.argv[3], *json.loads(sys.argv[4]))"
+    "import dispatcher; del sys.path[0]; from dispatcher.device import childprocess; "
+    "childprocess._child(float(sys.argv[1]), sys.argv[2], *childprocess.json.loads(sys.argv[3]))"
 )
 
 
@@ -59,12 +61,14 @@ class Ended:
         signal: name of the signal that killed it, such as ``SIGSEGV``; empty when none did, or when it was too slow.
         reports: what its function reported, in order.
         printed: the end of what it printed, to stdout or stderr.
+        starved_s: seconds for which its most delayed thread waited for a core, where it was too slow.
     """
 
     code: int | None
     signal: str
     reports: tuple[Any, ...]
     printed: str
+    starved_s: float = 0.0
 
     @property
     def last_line(self) -> str:
@@ -129,12 +133,17 @@ def run_child(
     """
     import subprocess
 
+    if refusal := no_python():
+        raise OSError(refusal)
     limit_s = min(limit_s, LONGEST_S)
+    starved_s = 0.0
     with unwound_by_signals():
-        paths = json.dumps([_absolute(path) for path in sys.path])
+        # Before sys.path is set nothing may be imported: the child's own begins with the current folder.
+        start = f"import sys; sys.path[:] = {_paths()!a}; {_START}"
         given = json.dumps([list(arguments), None if folder is None else str(folder)])
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
         process = subprocess.Popen(
-            [sys.executable, "-c", _START, paths, str(limit_s), function, given],
+            [sys.executable, *flags, "-c", start, str(limit_s), function, given],
             stdin=subprocess.PIPE,  # nothing is written: its end tells of ours
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -156,20 +165,50 @@ def run_child(
         threading.Thread(target=tell_end, daemon=True).start()
         code: int | None = None
         try:
-            with contextlib.suppress(queue.Empty):
-                code = ends.get(timeout=limit_s)
+            code = ends.get(timeout=limit_s)
+        except queue.Empty:
+            starved_s = _starved_s(process.pid)
         finally:
             _end(process)
             ends.get()
             process.stdin.close()
     lines = reported.text().splitlines()
     reports = tuple(json.loads(line) for line in lines)
-    return Ended(code, _signal_name(code), reports, printed.text())
+    return Ended(code, _signal_name(code), reports, printed.text(), starved_s)
 
 
-def _absolute(path: str) -> str:
-    """An entry of ``sys.path`` for a process that may leave the current folder."""
-    return os.path.abspath(path) if os.path.exists(path or os.curdir) else path
+def sigchld_ignored() -> bool:
+    """Whether nobody can wait for a child's end here: exit codes are lost, and some compilers fail."""
+    return hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+
+
+def no_python() -> str:
+    """Why this process cannot start another Python; empty where it can."""
+    if getattr(sys, "frozen", False):
+        return "this application is frozen, and to start its executable would start it again"
+    return "" if sys.executable else "this Python is embedded, and its executable is not known"
+
+
+def _paths() -> list[str]:
+    """The folder of this package, and ``sys.path`` for a process that may leave the current folder.
+
+    The current folder comes last: what lies in it must not stand in for modules that are installed.
+    """
+    paths = [path for path in sys.path if isinstance(path, str)]
+    with contextlib.suppress(OSError):  # it may be gone
+        here = os.getcwd()
+        paths = [os.path.abspath(path) if os.path.exists(path or os.curdir) else path for path in paths]
+        paths.sort(key=here.__eq__)
+    return [str(Path(__file__).absolute().parents[2]), *filter(None, paths)]
+
+
+def _starved_s(pid: int) -> float:
+    """Seconds for which the most delayed thread of a process waited for a core; 0 where the system does not tell."""
+    delays = [0.0]
+    with contextlib.suppress(OSError, ValueError, IndexError):  # another system than Linux
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            delays.append(int((thread / "schedstat").read_text().split()[1]) / 1e9)
+    return max(delays)
 
 
 class _Reader:
@@ -223,6 +262,7 @@ def _child(limit_s: float, function: str, arguments: Sequence[str], folder: str 
     def report(value: Any) -> None:
         print(json.dumps(value), file=pipe, flush=True)
 
+    logging.getLogger("dispatcher").setLevel(logging.ERROR)  # the parent finds out itself what is worth a warning
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(report, *arguments)
 

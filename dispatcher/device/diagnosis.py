@@ -16,7 +16,8 @@ import numpy as np
 
 from dispatcher import registry
 from dispatcher.device import selftest
-from dispatcher.device.filecache import cache_root
+from dispatcher.device.childprocess import no_python
+from dispatcher.device.filecache import REMEDY, cache_root, nothing_kept
 from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
@@ -62,7 +63,7 @@ def doctor(*, retest: bool = False) -> Diagnosis:
     for name, module in registry.BACKENDS.items():
         findings += _backend(name, module)
     findings += [_device(device) for device in found]
-    working = tuple(device for device in found if device.kind != "reference" and _works(device))
+    working = tuple(device for device in found if device.kind != "reference" and device.available)
     if not working:
         detail = "no accelerated device works; everything runs on NumPy"
         findings.append(Finding("devices", "acceleration", "problem", detail, "fix one of the problems above"))
@@ -78,6 +79,8 @@ def _package() -> Iterator[Finding]:
     if selftest.time_limit_s() is None:
         detail = f"are switched off: {selftest.VARIABLE} is {os.environ[selftest.VARIABLE]!r}"
         yield Finding("package", "self-tests", "note", detail, f"unset {selftest.VARIABLE}")
+    elif refusal := no_python():
+        yield Finding("package", "self-tests", "note", f"are left out: {refusal}")
     for each in registry.registered():
         detail = f"registers the backend {each.name!r}, {each.target}"
         if each.refusal:
@@ -91,19 +94,14 @@ def _package() -> Iterator[Finding]:
 
 
 def _host() -> Iterator[Finding]:
-    folder = cache_root()
     try:
+        folder = cache_root()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         yield Finding("host", "cache folder", "ok", str(folder))
     except OSError as error:
-        detail = (
-            f"{folder} cannot be written to ({error.strerror}), so devices are tested and kernels compiled "
-            "anew in every process"
-        )
-        remedy = "set XDG_CACHE_HOME to a folder that can be written to"
-        yield Finding("host", "cache folder", "problem", detail, remedy)
+        yield Finding("host", "cache folder", "problem", nothing_kept(error), REMEDY)
     available = available_bytes()
     if available is None:
         yield Finding("host", "memory", "note", "this system does not say how much is available")
@@ -127,10 +125,6 @@ def _backend(name: str, target: str) -> list[Finding]:
         return [Finding(name, module, "problem", f"it cannot be examined: {describe(error)}")]
 
 
-def _works(device: Device) -> bool:
-    return device.available and not selftest.failed(device)
-
-
 def _device(device: Device) -> Finding:
     subject = device.id if device.available else f"{device.id} {device.name}"
     tested = device.facts.get("self_test")
@@ -138,9 +132,6 @@ def _device(device: Device) -> Finding:
         return Finding("devices", subject, "ok", device.name)
     if not device.available:
         return Finding("devices", subject, "problem" if tested else "note", device.reason or "not available")
-    if not _works(device):
-        remedy = "fix what it says, then: dispatcher devices --retest"
-        return Finding("devices", subject, "problem", f"{device.name}: its self-test {tested}", remedy)
     speed = selftest.speed(device)
     measured = f", {speed:.3g} GFLOP/s in its self-test" if speed else ""
     return Finding("devices", subject, "ok", f"{device.name}{measured}")

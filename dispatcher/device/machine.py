@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import platform
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dispatcher.device import limits
 from dispatcher.errors import DeviceMemoryError
 from dispatcher.interface import Device
 from dispatcher.problem.operator import Operator
@@ -31,18 +31,11 @@ SMALL_BYTES = 64 << 20
 
 _CPUS = Path("/sys/devices/system/cpu")
 _MEMINFO = Path("/proc/meminfo")
-_CGROUPS = tuple(  # limit and usage, of version 2 and of version 1
-    (Path("/sys/fs/cgroup") / limit, Path("/sys/fs/cgroup") / usage)
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    )
-)
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(_own_cpus())
+    """Cores that this process may use: those that it may run on, fewer where a quota allows the time of fewer."""
+    return max(1, min(len(_own_cpus()), math.ceil(min(limits.processors(), os.cpu_count() or 1))))
 
 
 def _own_cpus() -> set[int]:
@@ -118,23 +111,13 @@ def busy_reason(foreign_cores: float | None) -> str | None:
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
-def _meminfo(name: str) -> int | None:
-    """The bytes that the system says of ``name``; None where it does not."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in _MEMINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) << 10
-    return None
-
-
 def available_bytes() -> int | None:
     """Bytes that this process may still take without swapping or being killed; None where nobody says."""
-    available = _meminfo("MemAvailable")
-    limits = [] if available is None else [available]
-    for limit, usage in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-            limits.append(int(limit.read_text()) - int(usage.read_text()))
-    return max(0, min(limits)) if limits else None
+    rooms = list(limits.memory_rooms())
+    available = limits.table(_MEMINFO).get("MemAvailable")
+    if available is not None:
+        rooms.append(available)
+    return max(0, min(rooms)) if rooms else None
 
 
 def check_host_memory(operator: Operator, device: Device, with_output: bool) -> None:
@@ -205,5 +188,5 @@ def machine_facts() -> dict[str, Any]:
         facts["virtual"] = "hypervisor" in flags
     except OSError:  # another system than Linux
         return facts
-    memory = _meminfo("MemTotal")
+    memory = limits.table(_MEMINFO).get("MemTotal")
     return facts if memory is None else {**facts, "memory_bytes": memory}

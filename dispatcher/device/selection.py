@@ -5,7 +5,7 @@ A device request is ``auto``, a backend (``opencl``: its first available device)
 preference. ``all-of:opencl`` is every usable device of a backend, used as one. Without a request the
 environment variable ``DISPATCHER_DEVICE`` holds, and without that ``auto``: GPUs before CPUs before the
 reference, among these in the order of :data:`dispatcher.registry.BACKENDS`, and the devices of one backend by
-measured speed.
+measured speed, in their order where these are the same within the spread of the readings.
 
 Before this process opens a device, a child process tries it out (see :mod:`dispatcher.device.selftest`); one that
 does not survive that counts as unavailable.
@@ -23,7 +23,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dispatcher import registry
@@ -37,8 +37,10 @@ from dispatcher.errors import (
     InputError,
     KernelError,
     first_line,
+    suggest,
 )
 from dispatcher.interface import Backend, Device, Executable
+from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import Operator
 
 ENVIRONMENT = "DISPATCHER_DEVICE"
@@ -110,14 +112,22 @@ class Choice:
     Attributes:
         device: the device.
         backend: its backend.
-        executable: the compiled operator; None for an empty one, which nothing has to run.
+        executable: the compiled operator; None for an empty one, which nothing has to run, and in a copy.
         skipped: (device or backend, reason) of each one that was preferred and passed over.
     """
 
     device: Device
     backend: Backend
-    executable: Executable | None
+    executable: Executable | None = field(compare=False)
     skipped: tuple[tuple[str, str], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was chosen and why can be copied and sent away; what runs it stays with its device."""
+        return _copied_choice, (self.device, self.skipped)
+
+
+def _copied_choice(device: Device, skipped: tuple[tuple[str, str], ...]) -> Choice:
+    return Choice(device, backend_of(device), None, skipped)
 
 
 def skipped_list(skipped: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
@@ -140,6 +150,14 @@ def devices(*, retest: bool = False) -> list[Device]:
                 for device in _listed(name, retest):
                     tested(device, retest)
     return [device for name in registry.BACKENDS for device in backend_devices(name)]
+
+
+def usable_devices() -> list[Device]:
+    """The usable ones among :func:`devices`; with a warning where a fork took some from this process."""
+    found = devices()
+    for device in found:
+        _passed_over(device.id, device.reason or "")
+    return [device for device in found if device.available]
 
 
 def backend_devices(name: str) -> tuple[Device, ...]:
@@ -235,7 +253,7 @@ def parse_request(device: str | Device | None, together: Sequence[str | Device] 
         return _parse_together(device.members)
     if together is not None:
         if device is not None:
-            raise InputError(f"device is {device!r} and devices {together!r}; give one of them")
+            raise InputError(f"device is {brief(device)} and devices {brief(together)}; give one of them")
         return _parse_together(together)
     origin = "device"
     if isinstance(device, Device):
@@ -245,21 +263,21 @@ def parse_request(device: str | Device | None, together: Sequence[str | Device] 
         origin = ENVIRONMENT if device else origin
         device = device or "auto"
     if not isinstance(device, str):
-        raise InputError(f"device is {device!r}; expected a text such as 'auto', 'opencl' or 'cuda:0'")
+        raise InputError(f"device is {brief(device)}; expected a text such as 'auto', 'opencl' or 'cuda:0'")
     return Request(device, origin, tuple(_parse_term(device, origin, term) for term in device.split(",")))
 
 
 def _parse_together(together: Sequence[str | Device]) -> Request:
     """The request for several devices used as one."""
     if isinstance(together, str) or not isinstance(together, Sequence) or not together:
-        raise InputError(f"devices is {together!r}; expected a list such as ['opencl:0', 'opencl:1']")
+        raise InputError(f"devices is {brief(together)}; expected a list such as ['opencl:0', 'opencl:1']")
     texts = [each.id if isinstance(each, Device) else each for each in together]
     for text in texts:
         if not isinstance(text, str):
-            raise InputError(f"devices holds {text!r}; expected texts such as 'opencl:0'")
+            raise InputError(f"devices holds {brief(text)}; expected texts such as 'opencl:0'")
     members = tuple(_parse_term(text, "devices", text) for text in texts)
     if any(name in ("auto", ALL_OF) for name, _ in members):
-        raise DeviceError(f"devices is {texts}; expected names of single devices, such as 'opencl:0'")
+        raise DeviceError(f"devices is {brief(texts)}; expected names of single devices, such as 'opencl:0'")
     return Request("+".join(texts), "devices", ((ALL_OF, ""),), members)
 
 
@@ -277,11 +295,11 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
     elif name == ALL_OF:
         wrong = f"{ALL_OF}: wants the name of a backend"
     else:
-        wrong = f"there is no backend {name!r}" if name else "a name is missing"
-    backends = ", ".join(registry.BACKENDS)
+        wrong = f"there is no backend {brief(name)}" if name else "a name is missing"
+    backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
     raise DeviceError(
-        f"{origin} is {text!r}: {wrong}; expected auto or one of {backends}, which may be followed by "
-        ":index or :part-of-a-name, all-of:backend, or several of these with commas"
+        f"{origin} is {brief(text)}: {wrong}; expected auto or one of {backends}, which may be followed by "
+        f":index or :part-of-a-name, all-of:backend, or several of these with commas{meant}"
     )
 
 
@@ -305,9 +323,16 @@ def candidates(request: Request) -> Iterator[Candidate]:
         except DeviceError as error:
             if request.named:
                 raise DeviceError(f"{request.origin} {request.text}: {error}") from None
-            yield label, str(error)
+            yield _passed_over(label, str(error))
         else:
             yield device.id, device
+
+
+def _passed_over(label: str, reason: str) -> Candidate:
+    """A part of a request that gives no device; a warning too, where a fork took it from this process."""
+    if any(text in reason for text in _forked_with.values()):
+        warnings.warn(f"{label} is passed over: {reason}", FallbackWarning, stacklevel=2)
+    return label, reason
 
 
 def _auto_candidates() -> Iterator[Candidate]:
@@ -320,9 +345,9 @@ def _auto_candidates() -> Iterator[Candidate]:
                 label = name if len(found) == 1 else device.id
                 if not device.available and label not in reported:
                     reported.add(label)
-                    yield label, device.reason or "it is not available"
+                    yield _passed_over(label, device.reason or "it is not available")
             usable = [device for device in tried if device.available and device.kind == kind]
-            for device in sorted(usable, key=selftest.speed, reverse=True):
+            for device in selftest.fastest_first(usable):
                 yield device.id, device
 
 
@@ -362,10 +387,12 @@ def _find(backend: str, selector: str) -> Device:
     else:
         matches = [device for device in found if selector.lower() in device.name.lower()]
         if not matches:
-            raise DeviceError(f"no {backend} device has {selector!r} in its name; expected one of {_names(found)}")
+            raise DeviceError(f"no {backend} device has {brief(selector)} in its name; expected one of {_names(found)}")
         matches = [device for device in matches if device.available] or matches
         if len(matches) > 1:
-            raise DeviceError(f"{selector!r} is in the name of {len(matches)} devices: {_names(matches)}; name one")
+            raise DeviceError(
+                f"{brief(selector)} is in the name of {len(matches)} devices: {_names(matches)}; name one"
+            )
     match = tested(matches[0])
     if not match.available:
         raise DeviceError(f"{match.id} ({match.name}) is not usable: {match.reason}")

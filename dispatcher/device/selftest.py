@@ -3,7 +3,8 @@
 A driver can abort the process that uses it, hang it, or compute nonsense, and none of that can be caught. So
 before a device is first used, a child process compiles a small operator for it, runs it, compares the result
 with the reference and takes the time, all within a time limit. What came of it is kept in the user's cache
-folder, for each device, driver version and version of this package.
+folder, for each device, driver version, version of this package, and setting that the backend or a limit of this
+process makes; but not what another day may mend, nor what this machine may have brought about.
 
 The environment variable ``DISPATCHER_SELF_TEST`` switches this off (``off``), or sets the time limit in
 seconds (60 without it).
@@ -17,13 +18,16 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from dispatcher.device.childprocess import FOREIGN_SIGNALS, run_child
+from dispatcher import registry
+from dispatcher.device.childprocess import OWN_SIGNALS, no_python, run_child, sigchld_ignored
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import InputError
 from dispatcher.interface import Device
@@ -33,15 +37,20 @@ TIME_LIMIT_S = 60.0
 #: What the child process does. It checks results, which nothing in this room does, and is named to it as text.
 CHILD = "dispatcher.check.trial:child"
 
-Outcome = Literal["ok", "wrong", "error", "closed", "unsupported", "crashed", "hung"]
+Outcome = Literal["ok", "wrong", "failed", "error", "closed", "unsupported", "crashed", "hung"]
 
 #: Outcomes after which this process must not use the device.
-BARRED = frozenset(("wrong", "closed", "crashed", "hung"))
+BARRED = frozenset(("wrong", "failed", "closed", "crashed", "hung"))
+#: Outcomes that are kept. The others may be mended without a new driver, and are harmless to find out again.
+KEPT = frozenset(("ok", "unsupported", "crashed", "hung"))
+#: A hang is not blamed on the device where its process waited for a core for this share of the time.
+STARVED_SHARE = 0.5
+#: Nor is a crash where less memory or disk space than this is left.
+ROOM_BYTES = 256 << 20
 
-#: How the reason begins when the operator could not be built or run.
-FAILED = "failed"
-
-_FORMAT = 1  # of a cache entry
+_FORMAT = 2  # of a cache entry
+#: Limits of this process that its children inherit.
+_LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_STACK")
 
 _log = logging.getLogger(__name__)
 _cache = FileCache("selftest")
@@ -52,16 +61,19 @@ class SelfTest:
     """What came of trying a device, or of listing a backend's devices.
 
     Attributes:
-        outcome: ``ok``; ``wrong`` result; ``error`` while building or running the operator; ``closed``: the
-            device cannot be opened; ``unsupported``: it cannot run the test's operator, which says nothing
-            else about it; ``crashed`` or ``hung``: the child process was killed or had to be.
+        outcome: ``ok``; ``wrong`` result; ``failed`` to build or run the operator; ``closed``: the device cannot
+            be opened; ``crashed`` or ``hung``: the child process was killed or had to be. ``error``: it could not
+            be tried, and ``unsupported``: it was not, since it cannot run the test's operator or no child process
+            can be started; these say nothing else about it.
         reason: one line; empty when ok.
-        gflops: measured speed in GFLOP/s, or None.
+        gflops: measured speed in GFLOP/s, the median of several readings, or None.
+        spread: first and third quartile of these readings, or None.
     """
 
     outcome: Outcome
     reason: str = ""
     gflops: float | None = None
+    spread: Sequence[float] | None = None
 
 
 def time_limit_s() -> float | None:
@@ -85,12 +97,10 @@ def time_limit_s() -> float | None:
 
 
 def possible(module: str) -> bool:
-    """Whether a child process can import the backend's module too, and there is a Python to run it.
+    """Whether a child process can import the backend's module too.
 
     A package that the module is in is not imported.
     """
-    if not sys.executable:
-        return False
     try:
         return importlib.util.find_spec(module.partition(":")[0].partition(".")[0]) is not None
     except (ImportError, ValueError):
@@ -109,9 +119,13 @@ def try_device(device: Device, module: str, *, again: bool = False) -> SelfTest 
     Returns:
         The outcome; None where self-tests are switched off or the backend lives in this process only.
     """
-    # How much memory there is may change from day to day.
-    facts = sorted((name, str(value)) for name, value in device.facts.items() if not name.endswith("_bytes"))
-    key = _key("device", module, device.index, device.name, facts)
+
+    def key() -> str:
+        # How much memory there is may change from day to day.
+        facts = sorted((name, str(value)) for name, value in device.facts.items() if not name.endswith("_bytes"))
+        footprint = getattr(registry.load(module), "footprint", str)()
+        return _key("device", module, device.index, device.name, facts, footprint)
+
     arguments = (module, "device", str(device.index), device.name)
     return _known(key, arguments, f"{device.id} ({device.name})", again)
 
@@ -124,47 +138,56 @@ def try_listing(module: str, footprint: str, *, again: bool = False) -> SelfTest
         footprint: what the listing depends on; when it changes, the listing is tried again.
         again: try even if the outcome is known.
     """
-    key = _key("listing", module, footprint)
-    return _known(key, (module, "list"), f"looking for devices of {module}", again)
+    what = f"looking for devices of {module}"
+    return _known(lambda: _key("listing", module, footprint), (module, "list"), what, again)
 
 
 def _key(*parts: Any) -> str:
     from dispatcher import __version__
 
-    return json.dumps((_FORMAT, __version__, sys.prefix, *parts))
+    limits = []
+    with contextlib.suppress(ImportError):
+        import resource  # POSIX only
+
+        limits = [resource.getrlimit(getattr(resource, name))[0] for name in _LIMITS if hasattr(resource, name)]
+    return json.dumps((_FORMAT, __version__, sys.prefix, limits, sigchld_ignored(), *parts))
 
 
-def _known(key: str, arguments: Sequence[str], what: str, again: bool) -> SelfTest | None:
+def _known(key_of: Callable[[], str], arguments: Sequence[str], what: str, again: bool) -> SelfTest | None:
     """The outcome from the cache, or that of a child process."""
     limit_s = time_limit_s()
+    if limit_s is not None and (refusal := no_python()):
+        return SelfTest("unsupported", f"was left out: {refusal}")
     if limit_s is None or not possible(arguments[0]):
         return None
-    found = None if again else _recall(key)
+    key = key_of()
+    found = None if again else _recall(key, limit_s)
     if found is not None:
         return found
     with _taking_turns(2 * limit_s):
-        found = None if again else _recall(key)  # another process may have done it meanwhile
+        found = None if again else _recall(key, limit_s)  # another process may have done it meanwhile
         if found is not None:
             return found
         _log.info("%s: self-test in a child process, for %g s at most", what, limit_s)
         start = time.perf_counter()
         found, lasting = _run_child(arguments, limit_s)
         _log.info("%s: %s after %.1f s %s", what, found.outcome, time.perf_counter() - start, found.reason)
-        # The others may be fixed without a new driver, and are harmless to find out again.
-        if lasting and found.outcome not in ("error", "wrong"):
-            _cache.put(key, json.dumps(asdict(found)).encode())
+        if lasting and found.outcome in KEPT:
+            _cache.put(key, json.dumps([limit_s, asdict(found)]).encode())
     return found
 
 
-def _recall(key: str) -> SelfTest | None:
+def _recall(key: str, limit_s: float) -> SelfTest | None:
     stored = _cache.get(key)
     if stored is None:
         return None
     try:
-        found = SelfTest(**json.loads(stored))
+        kept_limit_s, fields = json.loads(stored)
+        found = SelfTest(**fields)
+        longer = found.outcome == "hung" and limit_s > kept_limit_s  # it may be done in that time
     except (TypeError, ValueError):
         return None
-    return found if found.outcome in get_args(Outcome) else None
+    return found if found.outcome in KEPT and not longer else None
 
 
 @contextlib.contextmanager
@@ -195,15 +218,28 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
         ended = run_child(CHILD, arguments, limit_s, {VARIABLE: "off"})
     except OSError as error:
         return SelfTest("error", f"could not be run: {error}"), False
+    began = bool(ended.reports)  # before that, it is not the device that takes time or fails
     if ended.code is None:
-        return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), True
+        lasting = began and ended.starved_s < STARVED_SHARE * limit_s
+        return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), lasting
     if ended.signal:
-        crashed = SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}")
-        return crashed, ended.signal not in FOREIGN_SIGNALS
-    if ended.reports and ended.code == 0:
-        return SelfTest(**ended.reports[-1]), True
-    reason = f"{FAILED}: the process ended with exit code {ended.code}{ended.last_line}"
-    return SelfTest("error", reason), False
+        lasting = ended.signal in OWN_SIGNALS and not _short_of_room()
+        return SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"), lasting
+    if ended.code == 0 and len(ended.reports) == 2:
+        return SelfTest(**ended.reports[1]), True
+    how = f"the process ended with exit code {ended.code}{ended.last_line}"
+    if sigchld_ignored():
+        how = f"the process ended without an answer{ended.last_line}; SIGCHLD is ignored, which drivers may not survive"
+    return SelfTest("failed", f"failed: {how}") if began else SelfTest("error", f"could not be run: {how}"), False
+
+
+def _short_of_room() -> bool:
+    from dispatcher.device.machine import available_bytes
+
+    room = [available_bytes()]
+    with contextlib.suppress(OSError):
+        room.append(shutil.disk_usage(tempfile.gettempdir()).free)
+    return any(each is not None and each < ROOM_BYTES for each in room)
 
 
 def apply(device: Device, found: SelfTest | None) -> Device:
@@ -213,6 +249,8 @@ def apply(device: Device, found: SelfTest | None) -> Device:
     facts: dict[str, str | int | float] = {**device.facts, "self_test": found.reason or found.outcome}
     if found.gflops is not None:
         facts["self_test_gflops"] = round(found.gflops, 3)
+        if found.spread is not None:
+            facts["self_test_spread_gflops"] = round(max(abs(found.gflops - end) for end in found.spread), 3)
     if found.outcome not in BARRED:
         return replace(device, facts=facts)
     advice = f"`dispatcher devices --retest` tries again, {VARIABLE}=off uses it untested"
@@ -225,6 +263,20 @@ def speed(device: Device) -> float:
     return float(device.facts.get("self_test_gflops", 0.0))
 
 
-def failed(device: Device) -> bool:
-    """Whether the self-test's operator could not be built or run on a device that survived it."""
-    return str(device.facts.get("self_test", "")).startswith(FAILED)
+def fastest_first(devices: Sequence[Device]) -> list[Device]:
+    """Devices of one kind by their measured speeds.
+
+    Those whose speed is that of the fastest one within both spreads are equals: they keep their order, so that noise
+    does not change which device is taken.
+    """
+    left, ranked = list(devices), []
+    while left:
+        best = max(left, key=speed)
+        ranked.append(next(each for each in left if speed(best) - speed(each) <= _spread(best) + _spread(each)))
+        left.remove(ranked[-1])
+    return ranked
+
+
+def _spread(device: Device) -> float:
+    """GFLOP/s by which the device's readings differ from their median."""
+    return float(device.facts.get("self_test_spread_gflops", 0.0))

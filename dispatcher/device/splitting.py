@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ class PartwiseExecutable:
         if self._side_by_side:
             from concurrent.futures import ThreadPoolExecutor
 
-            with ThreadPoolExecutor(len(self._parts), thread_name_prefix="dispatcher") as pool:
+            with ThreadPoolExecutor(len(self._parts), "dispatcher", partial(np.seterr, all="ignore")) as pool:
                 for done in [pool.submit(run, number) for number in range(len(self._parts))]:
                     done.result()
         else:

@@ -8,21 +8,20 @@ and binds the operator. :func:`dispatcher.problem.arrays.host_tensor` then turns
 from __future__ import annotations
 
 import math
-import numbers
-import operator as python_operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DtypeError, GeometryError, InputError
+from dispatcher.errors import DtypeError, GeometryError, InputError, one_of, suggest
 from dispatcher.ops.steps import SPATIAL_NAMES
 from dispatcher.problem.arrays import TensorArgument, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
-from dispatcher.problem.messages import brief, suggest
+from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import DTYPES, Operator, bind
+from dispatcher.problem.values import real_value, size_value, unwrapped
 
 
 class IncompleteError(InputError):
@@ -113,7 +112,7 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
         elif parameter.type == "size_t":
             set_size(name, name, size_value(name, value))
         elif parameter.type == "double":
-            scalars[name] = scalar_value(name, value)
+            scalars[name] = real_value(name, value)
         elif parameter.const:
             tensors[name] = tensor_argument(name, value)
         else:
@@ -124,24 +123,7 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
 def _unknown_argument(problem: Problem, triples: Iterable[str], name: str) -> InputError:
     known = [parameter.name for parameter in problem.parameters] + list(triples)
     wanted = suggest(name, known) or f"; expected one of {', '.join(known)}"
-    return InputError(f"{problem.name} has no parameter {name!r}{wanted}")
-
-
-def size_value(name: str, value: Any) -> int:
-    """A size: a whole number from 0 to 2**63 - 1; NumPy integers count, bool does not.
-
-    Raises:
-        InputError: it is anything else.
-    """
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        size = python_operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} is {brief(value)}; expected a whole number") from None
-    if not 0 <= size <= MAX_VALUE:
-        raise InputError(f"{name} is {brief(size)}; expected a whole number from 0 to 2**63 - 1")
-    return size
+    return InputError(f"{problem.name} has no parameter {brief(name)}{wanted}")
 
 
 def axis_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, ...]:
@@ -150,8 +132,7 @@ def axis_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, 
     Raises:
         InputError: another count, or a value that is not a size.
     """
-    if isinstance(value, np.ndarray) and value.ndim == 1:
-        value = value.tolist()
+    value = unwrapped(value)
     if not isinstance(value, list | tuple):
         return (size_value(name, value),) * len(long_names)
     if len(value) != len(long_names):
@@ -159,49 +140,6 @@ def axis_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, 
         wanted = f"expected one value, or {count} for {', '.join(long_names)}"
         raise InputError(f"{name} has {len(value)} values, {brief(value)}; {wanted}")
     return tuple(size_value(long_name, part) for long_name, part in zip(long_names, value, strict=True))
-
-
-def scalar_value(name: str, value: Any) -> float:
-    """A real number, infinite or not; NumPy scalars and arrays without axes count, bool and NaN do not.
-
-    Raises:
-        InputError: it is anything else.
-    """
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        raise InputError(f"{name} is {brief(value)}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InputError(f"{name} is {brief(value)}; expected a number that fits a double") from None
-    if math.isnan(number):
-        raise InputError(f"{name} is nan; expected a number")
-    return number
-
-
-def count_value(name: str, value: Any, least: int) -> int:
-    """A whole number of ``least`` or more; NumPy integers count, bool does not.
-
-    Raises:
-        InputError: it is anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise InputError(f"{name} is {brief(value)}; expected a whole number of {least} or more")
-    return int(value)
-
-
-def seconds_value(name: str, value: Any, most: float = math.inf) -> float:
-    """A finite number above 0, up to ``most``.
-
-    Raises:
-        InputError: it is anything else.
-    """
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not 0 < value <= most or value == math.inf:
-        bound = "" if most == math.inf else f" and up to {most:.0f}"
-        raise InputError(f"{name} is {brief(value)}; expected a number of seconds above 0{bound}")
-    return float(value)
 
 
 # ---- step 2: the operator ----------------------------------------------------------------------------------
@@ -288,8 +226,8 @@ def case_values(problem: Problem, case: str | None) -> dict[str, int | float]:
     values = {p.name: p.default for p in problem.parameters if p.default is not None}
     if case is not None:
         if not isinstance(case, str) or case not in problem.cases:
-            known = ", ".join(problem.cases) or "(it has none)"
-            raise InputError(f"{problem.name} has no case {brief(case)}; expected one of {known}")
+            wanted = one_of(case, problem.cases or ["(it has none)"])
+            raise InputError(f"{problem.name} has no case {brief(case)}; {wanted}")
         values.update(problem.cases[case])
     return values
 
@@ -305,7 +243,7 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
         DtypeError: two tensors differ, or one differs from what was asked for.
     """
     if requested is not None and (not isinstance(requested, str) or requested not in DTYPES):
-        raise DtypeError(f"dtype is {brief(requested)}; expected one of {', '.join(DTYPES)}")
+        raise DtypeError(f"dtype is {brief(requested)}; {one_of(requested, DTYPES)}")
     chosen, because = requested, f"dtype {requested} was asked for"
     for name, tensor in tensors.items():
         if tensor.dtype is None:
@@ -439,14 +377,16 @@ def _incomplete(problem: Problem, missing: Sequence[str]) -> IncompleteError:
     return IncompleteError(f"{', '.join(names)} {verb} no value; {', or '.join(ways)}")
 
 
-def check_options(options: Any) -> None:
-    """Check that tuning choices are a mapping of names to values; which ones there are, a backend knows.
+def check_options(options: Any) -> dict[str, Any]:
+    """Tuning choices, a mapping of names to values or None; which ones there are, a backend knows.
 
     Raises:
-        InputError: they are not.
+        InputError: they are something else.
     """
-    if options is None or (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
-        return
+    if options is None:
+        return {}
+    if isinstance(options, Mapping) and all(isinstance(name, str) for name in options):
+        return {name: unwrapped(value) for name, value in options.items()}
     wanted = "expected a mapping of names to values, such as {'algorithm': 'direct'}"
     raise InputError(f"options is {brief(options)}; {wanted}")
 
@@ -468,7 +408,7 @@ def parse_assignments(problem: Problem, assignments: Iterable[str], option: str)
     for assignment in assignments:
         name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals or not name:
-            raise InputError(f"{option} {assignment!r} is not understood; expected NAME=VALUE")
+            raise InputError(f"{option} {brief(assignment)} is not understood; expected NAME=VALUE")
         if name in result:
             raise InputError(f"{option} {name} is given twice; give it once")
         parameter = problem.parameter(name)
@@ -477,7 +417,7 @@ def parse_assignments(problem: Problem, assignments: Iterable[str], option: str)
         if parameter is not None and parameter.type == "tensor":
             raise InputError(f"{option} {name}: {name} is a tensor; expected a size, a scalar or a shorthand")
         if parameter is not None and parameter.type == "double":
-            result[name] = scalar_value(f"{option} {name}", _number(option, name, text, float))
+            result[name] = real_value(f"{option} {name}", _number(option, name, text, float))
         elif parameter is not None:
             result[name] = size_value(f"{option} {name}", _number(option, name, text, int))
         else:

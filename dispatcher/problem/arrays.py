@@ -8,10 +8,12 @@ tensors', or float32 when there are none.
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -20,16 +22,31 @@ from dispatcher.problem import dlpack
 from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import DTYPES
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_own_error_state(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, in which NumPy lets NaN, infinities and rounding to zero pass: here they are results. The caller's
+    error state, which may make exceptions of them, holds again afterwards."""
+
+    @wraps(function)  # np.errstate as a decorator is one object for all threads before NumPy 2
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
 
 @dataclass(frozen=True)
 class TensorArgument:
     """A tensor as the caller passed it, looked at but not converted.
 
     Attributes:
-        array: a NumPy array in whatever layout, or an array on a CUDA device.
+        array: a NumPy array in whatever layout, or an array on a device.
         shape: its extents.
         dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
-        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``.
+        on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``, and for one of PyOpenCL.
     """
 
     array: Any
@@ -43,7 +60,8 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
     """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
     array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
 
-    Nothing is copied where NumPy can avoid it. What has been looked at already is returned as it is.
+    Nothing is copied where NumPy can avoid it, and nothing but Python's own sequences is read element by element. What
+    has been looked at already is returned as it is.
 
     Raises:
         InputError: it cannot be read as an array.
@@ -51,6 +69,8 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
     """
     if isinstance(value, TensorArgument):
         return value
+    if on_opencl(value):
+        return TensorArgument(value, value.shape, _checked_dtype(name, value.dtype), True)
     if not isinstance(value, np.ndarray):
         found = _on_device(name, value)
         if found is None and dlpack.on_cuda(name, value):
@@ -61,6 +81,9 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
         raise InputError(f"tensor {name} is a masked array; expected a plain one: use its filled() method")
     if isinstance(value, str | bytes | Mapping | set | frozenset):
         raise InputError(f"tensor {name} is {brief(value)}; expected an array")
+    if _only_indexable(value):
+        wanted = "an array, or an object that offers one as a whole (by __array__, DLPack or a buffer)"
+        raise InputError(f"tensor {name} is or holds a sequence of a foreign type; expected {wanted}")
     only_dlpack = hasattr(value, "__dlpack__") and not any(hasattr(value, other) for other in _ARRAY_PROTOCOLS)
     try:
         array = np.from_dlpack(value) if only_dlpack else np.asarray(value)
@@ -72,6 +95,64 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
 
 #: What NumPy reads an array from by itself.
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
+_MOST_AXES = 32
+
+
+def _only_indexable(value: Any, axes: int = 0) -> bool:
+    """Would NumPy ask ``value``, or a part of a list, for one element after another, each perhaps from a device?"""
+    if isinstance(value, int | float):
+        return False
+    if isinstance(value, list | tuple):
+        return axes < _MOST_AXES and any(_only_indexable(part, axes + 1) for part in value)
+    known = isinstance(value, Sequence) or any(hasattr(value, name) for name in (*_ARRAY_PROTOCOLS, "__dlpack__"))
+    if known or not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
+        return False
+    try:
+        memoryview(value)
+    except TypeError:
+        return True
+    return False
+
+
+# ---- arrays of PyOpenCL ------------------------------------------------------------------------------------
+def on_opencl(value: Any) -> bool:
+    """Whether ``value`` is an array of PyOpenCL, which whoever made it has imported."""
+    module = sys.modules.get("pyopencl.array")
+    return module is not None and isinstance(value, module.Array)
+
+
+def fetched(name: str, array: Any) -> np.ndarray:
+    """The elements of tensor ``name``, an array of PyOpenCL, in whatever layout: one copy, by its queue.
+
+    Raises:
+        InputError: they cannot be copied.
+    """
+    cl = sys.modules["pyopencl"]
+    try:
+        queue = array.queue or cl.CommandQueue(array.context)
+        if array.flags.forc:
+            return np.asarray(array.get(queue))
+        whole = np.empty(array.base_data.size, np.uint8)
+        cl.enqueue_copy(queue, whole, array.base_data, wait_for=array.events)
+        view: np.ndarray = np.ndarray(array.shape, array.dtype, whole, array.offset, array.strides)
+        return view
+    except Exception as error:  # whatever the driver raises
+        raise InputError(f"tensor {name} cannot be copied from its OpenCL device: {first_line(error)}") from error
+
+
+def in_kind(array: np.ndarray, like: Any) -> Any:
+    """A new array of PyOpenCL in the context and by the queue of ``like``."""
+    queue = like.queue or sys.modules["pyopencl"].CommandQueue(like.context)
+    return sys.modules["pyopencl.array"].to_device(queue, array)
+
+
+def check_opencl_output(output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str) -> None:
+    """:func:`check_output` for an array of PyOpenCL."""
+    layout = np.lib.stride_tricks.as_strided(np.empty(1, output.dtype), output.shape, output.strides)
+    check_output(layout, shape, dtype, {}, name)
+    for tensor, array in inputs.items():
+        if on_opencl(array) and array.base_data == output.base_data:
+            raise InputError(f"{name} shares memory with tensor {tensor}; expected an array with a buffer of its own")
 
 
 def _on_device(name: str, value: Any) -> TensorArgument | None:

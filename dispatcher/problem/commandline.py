@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, one_of
 from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.arguments import bind_numbers, parse_assignments
 from dispatcher.problem.loader import load_problem, problem_names
-from dispatcher.problem.messages import show
+from dispatcher.problem.messages import brief, show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import DTYPES, PRECISIONS, Operator
 
@@ -31,7 +31,7 @@ def whole_number(option: str, text: str, least: int, most: int | None = None) ->
     except ValueError:
         number = None
     if number is None or number < least or (most is not None and number > most):
-        raise InputError(f"{option} is {text!r}; expected a whole number {bounds}")
+        raise InputError(f"{option} is {brief(text)}; expected a whole number {bounds}")
     return number
 
 
@@ -47,7 +47,7 @@ def seconds_above_zero(option: str, text: str, most: float = sys.float_info.max)
         seconds = 0.0
     if not 0.0 < seconds <= most:
         bound = "" if most == sys.float_info.max else f" and up to {most:.0f}"
-        raise InputError(f"{option} is {text!r}; expected a number of seconds above 0{bound}")
+        raise InputError(f"{option} is {brief(text)}; expected a number of seconds above 0{bound}")
     return seconds
 
 
@@ -59,7 +59,7 @@ def check_choices(dtype: str | None, precision: str) -> None:
     """
     for option, value, allowed in (("--dtype", dtype, DTYPES), ("--precision", precision, PRECISIONS)):
         if value is not None and value not in allowed:
-            raise InputError(f"{option} is {value!r}; expected one of {', '.join(allowed)}")
+            raise InputError(f"{option} is {brief(value)}; {one_of(value, allowed)}")
 
 
 def tuning_options(algorithm: str | None, given: Sequence[str] | None) -> dict[str, str]:
@@ -72,7 +72,7 @@ def tuning_options(algorithm: str | None, given: Sequence[str] | None) -> dict[s
     for text in given or ():
         name, sign, value = text.partition("=")
         if not sign or not name or not value:
-            raise InputError(f"--option is {text!r}; expected NAME=VALUE, such as box=2x8")
+            raise InputError(f"--option is {brief(text)}; expected NAME=VALUE, such as box=2x8")
         if name in options:
             raise InputError(f"--option {text} and {name}={options[name]} are both given; keep one")
         options[name] = value
@@ -160,9 +160,9 @@ def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.n
     for assignment in assignments:
         name, equals, path = assignment.partition("=")
         if not equals or not path:
-            raise InputError(f"--tensor {assignment!r} is not understood; expected NAME=FILE.npy")
+            raise InputError(f"--tensor {brief(assignment)} is not understood; expected NAME=FILE.npy")
         if name not in names:
-            raise InputError(f"--tensor {name}: {problem.name} has no such tensor; expected one of {', '.join(names)}")
+            raise InputError(f"--tensor {name}: {problem.name} has no such tensor; {one_of(name, names)}")
         if name in result:
             raise InputError(f"--tensor {name} is given twice; give it once")
         result[name] = _read_array(f"--tensor {name}: {path!r}", path)

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dispatcher.errors import InputError
-from dispatcher.problem.messages import show, suggest
+from dispatcher.errors import InputError, suggest
+from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.problem.yamlfile import read_yaml

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,6 @@ def name_list(names: Collection[str]) -> str:
     return ", ".join(listed[:30]) + (f" and {len(listed) - 30} more" if len(listed) > 30 else "") or "none"
 
 
-def suggest(name: object, names: Collection[str]) -> str:
-    """``; did you mean ...?`` when one of ``names`` is close to ``name``, else nothing."""
-    if not isinstance(name, str) or len(name) > 100:
-        return ""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def dotted(keys: KeyPath) -> str:
     """``parameters[2].type``."""
     text = ""
@@ -67,8 +58,9 @@ def brief(value: Any) -> str:
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # an integer with too many digits to print
-        return f"a {type(value).__name__} too long to print"
+    except Exception as error:  # an integer with too many digits, or what an object's own code raises
+        length = "too long to print" if isinstance(error, ValueError) else "that cannot be printed"
+        return f"a {type(value).__name__} {length}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

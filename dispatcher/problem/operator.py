@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dispatcher.errors import DtypeError, InputError
+from dispatcher.errors import DtypeError, InputError, one_of
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     Convolution,
@@ -28,8 +27,8 @@ from dispatcher.ops.steps import (
     five_axes,
 )
 from dispatcher.ops.vocabulary import VOCABULARY
-from dispatcher.problem.messages import picked
-from dispatcher.problem.model import Problem, StepSpec
+from dispatcher.problem.messages import brief, picked
+from dispatcher.problem.model import Frozen, Problem, StepSpec
 
 DTYPES = ("float16", "float32", "float64")
 PRECISIONS = ("fp32", "tf32")
@@ -123,7 +122,7 @@ def check_precision(precision: Any) -> None:
         InputError: it is not.
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
+        raise InputError(f"precision is {brief(precision)}; {one_of(precision, PRECISIONS)}")
 
 
 def bind(
@@ -163,12 +162,12 @@ def bind(
     binder = _Binder(problem.rank, sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)
-    frozen_sizes, frozen_scalars = MappingProxyType(dict(sizes)), MappingProxyType(dict(scalars))
-    steps, frozen_shapes = tuple(binder.pipeline.steps), MappingProxyType(shapes)
+    steps = tuple(binder.pipeline.steps)
     if not steps:
         raise InputError(f"{problem.name} computes nothing; add a step that does")
-    axes = binder.latest.axes
-    return Operator(problem, frozen_sizes, frozen_scalars, dtype, precision, steps, source, frozen_shapes, axes)
+    return Operator(
+        problem, Frozen(sizes), Frozen(scalars), dtype, precision, steps, source, Frozen(shapes), binder.latest.axes
+    )
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,25 @@ import numbers
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
-from dispatcher.errors import InputError, ProblemFileError
+from dispatcher.errors import InputError, ProblemFileError, suggest
 from dispatcher.ops.binding import Field
 from dispatcher.ops.steps import RANKS, SPATIAL_NAMES, axis_names
 from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.expressions import MAX_VALUE, Expression
-from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path, suggest
-from dispatcher.problem.model import Number, Parameter, Problem, StepSpec
+from dispatcher.problem.messages import KeyPath, dotted, name_list, show, show_path
+from dispatcher.problem.model import Frozen, Number, Parameter, Problem, StepSpec
 from dispatcher.problem.operator import bind
+from dispatcher.problem.values import NOT_NUMBERS, unwrapped
 from dispatcher.problem.yamlfile import Locate, plain_value
 
-#: Arguments of ``run``, ``compile``, ``explain``, ``verify`` and ``benchmark`` beside a problem's parameters.
+#: Arguments of all public functions that take a problem's parameters too.
 INTERFACE_NAMES = frozenset(
     (
-        *("against", "case", "check", "device", "devices", "dtype", "force", "inputs", "options"),
-        *("precision", "problem", "problems", "progress", "repeats", "seed", "seeds", "self"),
-        *("time_limit_s", "trace", "warmup"),
+        *("against", "build_options", "case", "check", "device", "devices", "dtype", "entry", "force", "global_size"),
+        *("inputs", "keep", "local_size", "options", "precision", "problem", "problems", "progress", "repeats"),
+        *("seed", "seeds", "self", "time_limit_s", "timeout_s", "trace", "warmup"),
     )
 )
 
@@ -120,7 +120,8 @@ class _ProblemReader:
         return value
 
     def integer(self, keys: KeyPath, value: Any, least: int = 0) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Integral):
             hint = ""
             if isinstance(value, float) and value.is_integer():
                 hint = f"; write {int(value)}" if abs(value) <= MAX_VALUE else ""
@@ -131,7 +132,8 @@ class _ProblemReader:
         return result
 
     def number(self, keys: KeyPath, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        value = unwrapped(value)
+        if isinstance(value, NOT_NUMBERS) or not isinstance(value, numbers.Real):
             word = value.lower().lstrip("+-") if isinstance(value, str) else ""
             hint = "; write .inf for infinity" if word in ("inf", "infinity") else ""
             raise self.fail(keys, f"got {self.kind(value)}; expected a number{hint}")
@@ -214,7 +216,7 @@ class _ProblemReader:
             got = f"got {self.kind(const)}; " if "const" in entry else ""
             raise self.fail((*keys, "const"), f"{got}expected true for an input tensor, false for the output tensor")
         is_output = is_tensor and not const
-        if name in INTERFACE_NAMES or (name == "output" and not is_output):
+        if name in INTERFACE_NAMES or (name, is_output) == ("output", False) or (name, is_tensor) == ("kernel", False):
             raise self.fail((*keys, "name"), f"{name!r} is an argument of the Python interface; expected another name")
         shape = None
         if const:
@@ -314,7 +316,7 @@ class _ProblemReader:
         source = self.source((*keys, "from"), index, entry)
         fields = {name: self.field((*keys, name), f, entry[name]) for name, f in known.items() if name in entry}
         result = self.result((*keys, "as"), index, entry["as"]) if "as" in entry else None
-        return StepSpec(op, source, result, MappingProxyType(fields))
+        return StepSpec(op, source, result, Frozen(fields))
 
     def source(self, keys: KeyPath, index: int, entry: Mapping[str, Any]) -> str | None:
         if index == 0:
@@ -440,7 +442,7 @@ class _ProblemReader:
             raise self.unexpected(("cases",), raw, "a mapping from case names to values")
         signs = "- _ . , = < > + and single spaces between them"
         return {
-            self.label(("cases",), name, _CASE, signs): MappingProxyType(self.case(("cases", name), values))
+            self.label(("cases",), name, _CASE, signs): Frozen(self.case(("cases", name), values))
             for name, values in raw.items()
         }
 
@@ -502,7 +504,7 @@ def problem_from_mapping(
     tolerance = reader.number(("tolerance",), mapping.get("tolerance", 1.0))
     if not 0 < tolerance < math.inf:
         raise reader.fail(("tolerance",), f"got {tolerance}; expected a finite number above 0")
-    parameters, known_cases = tuple(reader.parameters.values()), MappingProxyType(cases)
+    parameters, known_cases = tuple(reader.parameters.values()), Frozen(cases)
     problem = Problem(name, title, origin, parameters, pipeline, known_cases, tolerance, path, reader.rank, note)
     for case in cases:
         reader.check_case(problem, case)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -123,6 +124,12 @@ def listing(first: str, items: Sequence[str], separator: str = ",") -> str:
     ).replace(_GLUE, " ")
 
 
+def first_sentence(reason: str) -> str:
+    """Why a device was passed over, in one sentence where it is long."""
+    first = re.split(r"; |\. ", reason, maxsplit=1)[0]
+    return reason if len(reason) <= _PIPE or first == reason else f"{first}; `dispatcher doctor` or --json says more"
+
+
 def entry(label: str, *items: str) -> str:
     """A line of a report that begins with a label."""
     return listing(f"{label:<9} ", items)
@@ -140,6 +147,11 @@ def seconds(value: float) -> str:
         if value < limit:
             return f"{value * factor:.3g} {unit}"
     return f"{value:.3g} s" if value < 1000 else f"{value:.0f} s"
+
+
+def duration(value: float) -> str:
+    """A time that people have to wait, roughly."""
+    return f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
 def count(value: float) -> str:

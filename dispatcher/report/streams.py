@@ -1,25 +1,28 @@
 """The process around one command: its output streams, its log, its signals, and how it ends.
 
-Results go to stdout, everything else to stderr. Whatever is changed for a command (log handlers, environment
-variables, what SIGTERM does) is as before when :func:`prepared` ends.
+Results go to stdout, everything else to stderr. Whatever is changed for a command (the streams, log handlers,
+environment variables, what SIGTERM does) is as before when :func:`prepared` ends.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.report.layout import duration, first_sentence
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +34,9 @@ TERMINATED = 143
 #: What JSON calls an error of ours, by its exit code.
 KINDS = {1: "verification", 2: "input", 3: "device", 4: "kernel"}
 
+#: Where stderr is no terminal, nothing is said of what takes less time than this, and nothing before that time.
+LONG_S, FIRST_WORD_S = 20.0, 2.0
+
 #: Takes the fraction done of something.
 Advance = Callable[[float], None]
 
@@ -39,6 +45,53 @@ _LOGGER = "dispatcher"
 
 class ClosedPipeError(Exception):
     """Nobody reads stdout any more."""
+
+
+class _Outlet(io.BufferedIOBase):
+    """The bytes of stdout or stderr, whoever writes them: ourselves, the parser of the command line, the interpreter.
+
+    After a failure they go nowhere, since whatever is left in a buffer is written once more when the interpreter ends.
+
+    Args:
+        target: where they go.
+        failed: told the first failure; it may raise an error in its place.
+    """
+
+    def __init__(self, target: BinaryIO, failed: Callable[[OSError], None]) -> None:
+        self._target, self._failed = target, failed
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._target.isatty()
+
+    def fileno(self) -> int:
+        return self._target.fileno()
+
+    def write(self, data: Any) -> int:
+        if len(data) > 0:  # nothing is written to find out whether a stream takes bytes, and errors then count as a no
+            self._attempt(lambda: self._target.write(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._attempt(self._target.flush)
+
+    def _attempt(self, what: Callable[[], Any]) -> None:
+        try:
+            what()
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            self._failed(error)
+
+
+def _unwritten(error: OSError) -> None:
+    """What a failure of stdout means to a command."""
+    if isinstance(error, BrokenPipeError):
+        raise ClosedPipeError from None
+    raise InputError(f"stdout cannot be written: {one_line(error)}") from error
 
 
 class Terminated(BaseException):
@@ -77,6 +130,18 @@ def prepared(arguments: Sequence[str]) -> Iterator[None]:
         _command = _Command(as_json="--json" in options, undo=undo)
         if sys.stderr is None:  # what goes there goes nowhere; without that, print() would take stdout
             undo.enter_context(redirect_stderr(undo.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        for stream, redirect, failed in (
+            (sys.stdout, redirect_stdout, _unwritten),
+            (sys.stderr, redirect_stderr, lambda error: None),  # there is nobody left to tell
+        ):
+            target = getattr(stream, "buffer", None)
+            if target is not None:  # else somebody took its place with what takes text alone
+                stream.flush()
+                # What the encoding does not have is escaped: that the work was done counts for more.
+                outlet: Any = _Outlet(target, failed)
+                ours = io.TextIOWrapper(outlet, stream.encoding, "backslashreplace", write_through=True)
+                undo.callback(ours.detach)
+                undo.enter_context(redirect(ours))
         undo.enter_context(warnings.catch_warnings())
         warnings.showwarning = _show_warning
         yield
@@ -123,12 +188,7 @@ def say(text: str) -> None:
         ClosedPipeError: nobody reads it.
         InputError: it cannot be written, for instance because a disk is full.
     """
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise ClosedPipeError from None
-    except OSError as error:
-        raise InputError(f"stdout cannot be written: {one_line(error)}") from error
+    print(text, flush=True)
 
 
 def answer(command: str | None, content: dict[str, Any]) -> None:
@@ -154,7 +214,7 @@ def note_skipped(skipped: Sequence[tuple[str, str]]) -> None:
     """Say once on stderr what was passed over, where a warning has not said so."""
     for label, reason in skipped:
         if not any(text.startswith((f"{label} (", f"{label} is passed over")) for text in _command.told):
-            text = f"{label} is passed over: {reason}"
+            text = f"{label} is passed over: {first_sentence(reason)}"
             _command.told.add(text)
             note(text)
 
@@ -167,11 +227,25 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def progress(what: str, steps: int = 2) -> Iterator[Advance]:
-    """A progress bar on stderr for what takes a while; gives a function that takes the fraction done.
+    """Progress on stderr for what takes a while; gives a function that takes the fraction done.
 
-    Nothing is drawn where stderr is not a terminal or there is only one step.
+    That is a bar in a terminal, if there is more than one step. Elsewhere it is a line once it can be told that this
+    will take long, and one whenever as much time has passed again.
     """
-    if steps < 2 or sys.stderr is None or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
+        start, next_s = time.monotonic(), FIRST_WORD_S
+
+        def tell(done: float) -> None:
+            nonlocal next_s
+            spent_s = time.monotonic() - start
+            left_s = spent_s / done - spent_s if done > 0 else 0.0
+            if spent_s >= next_s and spent_s + left_s >= LONG_S:
+                next_s = 2 * spent_s
+                note(f"{what}: {100 * done:.0f} % done, about {duration(left_s)} to go")
+
+        yield tell
+        return
+    if steps < 2:
         yield lambda done: None
         return
     from rich.console import Console
@@ -201,7 +275,7 @@ def fail(error: BaseException, command: str | None) -> int:
         The exit code.
     """
     if isinstance(error, ClosedPipeError):
-        return _leave_pipe()
+        return CLOSED_PIPE
     kind, message, code = _failure(error, command)
     if _command.debug and isinstance(error, Exception):
         traceback.print_exception(error)
@@ -213,16 +287,10 @@ def fail(error: BaseException, command: str | None) -> int:
         try:
             answer(command, {"error": {"kind": kind, "message": message, "exit_code": code}})
         except ClosedPipeError:
-            _leave_pipe()
+            return code
         except InputError as unwritten:
             complain(one_line(unwritten))
     return code
-
-
-def _leave_pipe() -> int:
-    """The interpreter flushes stdout once more when it ends; let it do that into nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return CLOSED_PIPE
 
 
 def _failure(error: BaseException, command: str | None) -> tuple[str, str, int]:

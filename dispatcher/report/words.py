@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.report.layout import assignments, count, entry, listing, optional, seconds, share, table
+from dispatcher.report.layout import assignments, count, entry, first_sentence, listing, optional, seconds, share, table
 from dispatcher.report.streams import complain, note, say
 
 if TYPE_CHECKING:
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from dispatcher.timing.differences import BenchComparison
     from dispatcher.timing.results import Race
     from dispatcher.timing.tuning import TuneResult
+    from dispatcher.timing.winners import Tuned
 
 
 # ---- devices -----------------------------------------------------------------------------------------------
 def say_devices(found: Sequence[Device], auto: str | None) -> None:
     """Every device, or why it cannot be used, and what ``auto`` picks."""
-    from dispatcher.device.selftest import failed
-
     rows = [
-        (device.id, device.kind, "fails" if failed(device) else "yes", _tested_as(device), device.name)
+        (device.id, device.kind, "yes", _tested_as(device), device.name)
         if device.available
         else (device.backend if device.name == device.backend else device.id, *("", "no", "", device.reason or ""))
         for device in found
@@ -48,8 +47,10 @@ def _tested_as(device: Device) -> str:
 
 def say_diagnosis(diagnosis: Diagnosis) -> None:
     """What was looked for and found, and the remedies."""
-    rows = [(each.verdict, each.topic, each.subject, each.detail) for each in diagnosis.findings]
-    say(table(("VERDICT", "ABOUT", "WHAT", "FOUND"), rows, above=2))
+    width = max(len(each.topic) for each in diagnosis.findings)
+    say(f"VERDICT  {'ABOUT':<{width}}  FOUND")
+    for each in diagnosis.findings:  # paths are too long for a table's column
+        say(listing(f"{each.verdict:<7}  {each.topic:<{width}}  ", [f"{each.subject}: {each.detail}"]))
     remedies = [each for each in diagnosis.findings if each.verdict != "ok" and each.remedy]
     if remedies:
         say("\nwhat would fix or undo that:")
@@ -116,16 +117,28 @@ def _plain(value: Any) -> str:
 def _say_head(operator: Operator, device: Device, skipped: Sequence[tuple[str, str]]) -> None:
     say(entry("problem", f"{operator.problem.name} ({operator.dtype}, {operator.precision})"))
     say(entry("device", f"{device.id} ({device.name})"))
+    if operator.precision != "fp32" and device.kind == "reference":
+        why = f"{operator.precision} is not used: NumPy computes in float64, which {operator.precision} allows"
+        say(entry("precision", f"{why}; --device cuda insists on it"))
     for label, reason in skipped:
-        say(entry("skipped", f"{label}: {reason}"))
+        say(entry("skipped", f"{label}: {first_sentence(reason)}"))
     *others, last = [f"{name} {shape}" for name, shape in operator.tensor_shapes.items()]
     say(entry("shapes", *others, f"{last} -> {operator.problem.output.name} {operator.output_shape}"))
 
 
-def say_run(run: TimedRun, comparison: Comparison | None, more: Mapping[str, Any]) -> None:
-    """How a run went; ``more`` has its ``seed``, ``inputs_s`` and ``output``, the file that the result is in."""
+def say_run(run: TimedRun, comparison: Comparison | None, read: Container[str], more: Mapping[str, Any]) -> None:
+    """How a run went.
+
+    Args:
+        read: names of tensors that were given; the others were made up.
+        more: ``seed``, ``inputs_s``, and ``output``, the file that the result is in.
+    """
     _say_head(run.operator, run.choice.device, run.choice.skipped)
-    say(entry("inputs", f"seed {more['seed']}, made or read in {seconds(more['inputs_s'])}"))
+    made = [name for name in run.tensors if name not in read]
+    given = [name for name in run.tensors if name in read]
+    made_up = [f"{', '.join(made)} made up from seed {more['seed']}"] if made else []
+    from_files = [f"{', '.join(given)} read from {'files' if len(given) > 1 else 'a file'}"] if given else []
+    say(entry("inputs", *made_up, *from_files, f"in {seconds(more['inputs_s'])}"))
     then = f"then {seconds(run.median_s)} (median of {len(run.warm_s)})"
     say(entry("time", f"compile {seconds(run.compile_s)}", f"first call {seconds(run.first_s)}", then))
     say(entry("speed", f"{run.gflops:.4g} GFLOP/s"))
@@ -134,7 +147,9 @@ def say_run(run: TimedRun, comparison: Comparison | None, more: Mapping[str, Any
     elif run.operator.empty:
         say(entry("verified", "no: the result is empty"))
     else:
-        say(entry("verified", f"{'yes' if comparison.passed else 'NO'}: {_errors(comparison)}"))
+        verdict = "yes" if comparison.passed else "NO"
+        itself = ", though NumPy is the reference itself" if run.choice.device.kind == "reference" else ""
+        say(entry("verified", f"{verdict}{itself}: {_errors(comparison)}"))
     if more["output"] is not None:
         say(entry("output", more["output"]))
 
@@ -279,13 +294,50 @@ def complain_of_verification(results: Sequence[Verification], everywhere: bool) 
 
 # ---- times -------------------------------------------------------------------------------------------------
 def say_tuned(results: Sequence[TuneResult]) -> None:
-    """The winners."""
+    """The winners, and all candidates."""
     rows = []
     for result in results:
-        best = " ".join(assignments(result.best)) or "the default"
+        best = _options(result.best)
         times = seconds(result.best_s), seconds(result.default_s)
-        rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}"))
-    say(table(("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN"), rows))
+        kept = "yes" if result.kept else "no"
+        rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}", kept))
+    say(table(("PROBLEM", "DEVICE", "BEST OPTIONS", "CLOCK", "MEDIAN", "DEFAULT", "GAIN", "KEPT"), rows))
+    for result in results:
+        say(
+            "\n"
+            + listing("", [f"candidates for {result.problem} on {result.device}{result.note and '; '}{result.note}:"])
+        )
+        cells = [
+            (
+                *(_options(each.options), "" if each.time_s is None else seconds(each.time_s)),
+                *(" to ".join(map(seconds, each.quartiles_s or ())), each.reason),
+            )
+            for each in result.candidates
+        ]
+        say(table(("OPTIONS", "MEDIAN", "QUARTILES", "OUT SINCE"), cells))
+
+
+def say_kept(found: Sequence[Tuned], forgotten: bool) -> None:
+    """What ``tune`` keeps, or kept until now."""
+    if not found:
+        say("nothing is kept")
+        return
+    headers = ("PROBLEM", "DEVICE", "DTYPE", "PRECISION", "OPTIONS", "GAIN", "KEPT AT")
+    names = ("problem", "device", "dtype", "precision")
+    rows = [
+        (
+            *(str(tuned.about.get(name, "unknown")) for name in names),
+            *(_options(tuned.options), f"{tuned.gain:.2f}", str(tuned.about.get("kept_at", "unknown"))),
+        )
+        for tuned in found
+    ]
+    say(table(headers, rows))
+    if forgotten:
+        say(f"\n{len(found)} forgotten")
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return " ".join(assignments(options)) if options and options.get("tuned") != "ignore" else "the default"
 
 
 def note_left_out(results: Sequence[TuneResult]) -> None:
@@ -302,14 +354,18 @@ def say_races(races: Sequence[Race]) -> None:
     measured = [(each.operator.problem.name, each) for race in races for each in (*race.results, *race.peers)]
     if not measured:
         return
-    times, parts = [], []
+    times, rates, parts = [], [], []
     for name, each in measured:
         kernel = each.warm.kernel
         times.append(
             (
                 *(name, each.name, "no" if each.comparison is None else "yes", seconds(each.median_s)),
-                *(" to ".join(map(seconds, each.quartiles_s)), seconds(each.warm.wall.min_s)),
-                *(seconds(each.cold.wall.median_s), "" if kernel is None else seconds(kernel.median_s)),
+                *(" to ".join(map(seconds, each.quartiles_s)), seconds(each.cold.wall.median_s)),
+            )
+        )
+        rates.append(
+            (
+                *(name, each.name, seconds(each.warm.wall.min_s), "" if kernel is None else seconds(kernel.median_s)),
                 *(optional(each.gflops), optional(each.ideal_gbytes_per_s)),
                 share(getattr(each, "roofline_share", None)),
             )
@@ -321,8 +377,9 @@ def say_races(races: Sequence[Race]) -> None:
             where = ["shared" if cell and at != 1 else cell for at, cell in enumerate(where)]
         spent = seconds(each.compile_s), seconds(each.first_s)
         parts.append((name, each.name, *spent, *where, each.clock or each.clock_note))
-    headers = ("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "MIN", "COLD", "KERNEL")
-    say(table((*headers, "GFLOP/S", "GB/S", "ROOFLINE"), times))
+    say(table(("PROBLEM", "DEVICE", "VERIFIED", "MEDIAN", "QUARTILES", "COLD"), times))
+    say("")
+    say(table(("PROBLEM", "DEVICE", "MIN", "KERNEL", "GFLOP/S", "GB/S", "ROOFLINE"), rates))
     say("\nwhere the time goes:")
     headers = ("PROBLEM", "DEVICE", "COMPILE", "FIRST CALL", "UPLOAD", "KERNEL", "DOWNLOAD", "CLOCK")
     say(table(headers, parts))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, install
 
 if TYPE_CHECKING:
     from dispatcher.timing.results import Measured, Race
@@ -65,7 +65,7 @@ def require_matplotlib(path: str) -> None:
     if Path(path).suffix.lower() != ".png":
         raise InputError(f"--plot is {path!r}; expected a file name that ends in .png")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib, which is not installed; pip install 'kernel-dispatcher[plot]'")
+        raise InputError(f"--plot needs matplotlib, which is not installed; {install('plot')}")
 
 
 def short(problem: str) -> str:

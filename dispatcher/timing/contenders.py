@@ -16,12 +16,12 @@ from dispatcher import registry
 from dispatcher.check.comparison import Comparison, poisoned, refusal, verify_results
 from dispatcher.check.verifying import checksums, compile_for
 from dispatcher.device import machine
-from dispatcher.device.selection import describe
+from dispatcher.device.selection import backend_devices, describe
 from dispatcher.device.splitting import JoinedDevice, backend_of, batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import DispatcherError, InputError, KernelError, VerificationError
 from dispatcher.interface import Device, Measurable, Roofline, Tensors, Timings
 from dispatcher.problem.operator import Operator
-from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported
+from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported, environment_kept
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
 from dispatcher.timing.sampling import Times, host_caches, seconds_since, timed
 
@@ -240,9 +240,17 @@ class OtherLibrary(Contender):
             if device is None or device.backend != "cuda":
                 raise Unsupported(f"it runs on CUDA devices and on the CPU, and {place} is neither")
             gpu = device.index
+        peer = PEERS[name]
+        for backend in registry.BACKENDS.keys() & set(peer.after):
+            backend_devices(backend)
         start = time.perf_counter()
-        self._peer: PeerCall = PEERS[name].make(operator, tensors, machine.cores(), gpu)
+        with environment_kept():
+            self._peer: PeerCall = peer.make(operator, tensors, machine.cores(), gpu)
         self.compile_s = seconds_since(start)
+
+    def call(self, state: State | None = None, timings: Timings | None = None) -> float:
+        with environment_kept():
+            return super().call(state, timings)
 
     def run(self, timings: Timings | None = None) -> np.ndarray:
         return self._peer(timings)

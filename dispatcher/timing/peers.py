@@ -11,15 +11,17 @@ import importlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dispatcher import registry
-from dispatcher.errors import DispatcherError, InputError
+from dispatcher.errors import DispatcherError, InputError, install, one_of
 from dispatcher.interface import Tensors, Timings
 from dispatcher.ops.steps import (
     Convolution,
@@ -35,6 +37,7 @@ from dispatcher.ops.steps import (
     ValueOperand,
 )
 from dispatcher.ops.vocabulary import MAXIMUM
+from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import Operator
 
 #: Our error bound grants sums of float32 products a small multiple of sqrt(K) roundings. A peer may be worse
@@ -63,11 +66,13 @@ class Peer:
         label: what tables call it.
         modules: what it imports; all of them have to be installed.
         make: prepares it.
+        after: backends whose drivers have to be loaded before these modules.
     """
 
     label: str
     modules: tuple[str, ...]
     make: MakePeer
+    after: tuple[str, ...] = ()
 
 
 def scalar(operand: Operand) -> float:
@@ -75,6 +80,47 @@ def scalar(operand: Operand) -> float:
     if not isinstance(operand, ScalarOperand):
         raise Unsupported(f"expected a number, got {operand}")
     return operand.value
+
+
+# ---- what is global ----------------------------------------------------------------------------------------
+_undo: ContextVar[ExitStack] = ContextVar("_undo")
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Put back in the end what peers set for the whole process, since their libraries have it there only."""
+    with ExitStack() as undo:
+        undo.callback(sys.setrecursionlimit, sys.getrecursionlimit())  # torch.compile raises it
+        token = _undo.set(undo)
+        try:
+            yield
+        finally:
+            _undo.reset(token)
+
+
+def _keep(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+    """Have a setting put back when :func:`settings_kept` ends, if it has changed by then."""
+    before = read()
+
+    def put_back() -> None:
+        if read() != before:
+            write(before)
+
+    undo = _undo.get(None)
+    if undo is not None:
+        undo.callback(put_back)
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put back in the end what a library changes among the variables of the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 # ---- PyTorch -----------------------------------------------------------------------------------------------
@@ -93,6 +139,7 @@ def torch_peer(
         raise Unsupported(f"precision {operator.precision} exists on GPUs only")
     if gpu is not None and not torch.cuda.is_available():
         raise Unsupported("this PyTorch sees no CUDA device; install one that is built for CUDA")
+    _keep(torch.get_num_threads, torch.set_num_threads)
     torch.set_num_threads(threads)  # PyTorch has this for the whole process only
     device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
     rank, axes = operator.problem.rank, operator.problem.rank + 2
@@ -109,11 +156,17 @@ def torch_peer(
     function = torch_pipeline(operator, constant)
     if compiled:
         # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
-        torch._dynamo.config.recompile_limit = 64
+        config = torch._dynamo.config
+        _keep(lambda: config.recompile_limit, partial(setattr, config, "recompile_limit"))
+        config.recompile_limit = 64
         function = torch.compile(function, dynamic=False, fullgraph=True)
     shape = operator.steps[0].input_shape
     source = torch.from_numpy(tensors[operator.source]).reshape(*shape[:2], *shape[5 - rank :])
     if gpu is not None:
+        # Switching TF32 on or off changes the first one too, which has more values: it is put back last.
+        _keep(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+        for owner in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            _keep(partial(getattr, owner, "allow_tf32"), partial(setattr, owner, "allow_tf32"))
         return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
 
     def call(timings: Timings | None = None) -> np.ndarray:
@@ -406,11 +459,6 @@ def onnxruntime_peer(operator: Operator, tensors: Tensors, threads: int, gpu: in
 def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int | None) -> PeerCall:
     """OpenVINO's CPU plugin in float32. The result is a view of its own output, which saves it a copy."""
     _cpu_float32(operator, gpu)
-    # OpenVINO brings an older copy of a library along that an OpenCL driver needs: the drivers have to come first.
-    if "opencl" in registry.BACKENDS:
-        from dispatcher.device.selection import backend_devices
-
-        backend_devices("opencl")
     os.environ.setdefault("OPENVINO_TELEMETRY_DISABLED", "1")
     import openvino
 
@@ -439,7 +487,8 @@ PEERS: dict[str, Peer] = {
     "torch-compile": _torch("torch.compile", last=False, compiled=True),
     "torch-compile-channels-last": _torch("torch.compile, channels last", last=True, compiled=True),
     "onnxruntime": Peer("ONNX Runtime", ("onnx", "onnxruntime"), onnxruntime_peer),
-    "openvino": Peer("OpenVINO", ("onnx", "openvino"), openvino_peer),
+    # It brings an older copy of a library along that an OpenCL driver needs.
+    "openvino": Peer("OpenVINO", ("onnx", "openvino"), openvino_peer, after=("opencl",)),
 }
 #: Distributions whose versions say what was compared with.
 DISTRIBUTIONS = ("torch", "onnx", "onnxruntime", "openvino")
@@ -455,17 +504,17 @@ def parse_peers(names: str | Sequence[str]) -> tuple[str, ...]:
         InputError: a name is unknown, or a library is not installed.
     """
     if not isinstance(names, str | Sequence):
-        raise InputError(f"against is {names!r}; expected one of {', '.join(PEERS)}, or a list of them")
+        raise InputError(f"against is {brief(names)}; expected one of {', '.join(PEERS)}, or a list of them")
     given = names.split(",") if isinstance(names, str) else list(names)
-    found = tuple(dict.fromkeys(str(name).strip() for name in given))
-    for name in found:
-        if name not in PEERS:
-            raise InputError(f"against is {name!r}; expected one of {', '.join(PEERS)}, or several with commas")
+    for name in given:
+        if not isinstance(name, str) or name.strip() not in PEERS:
+            raise InputError(f"against is {brief(name)}; {one_of(name, PEERS)}, or several with commas")
+    found = tuple(dict.fromkeys(name.strip() for name in given))
     for name in found:
         missing = [module for module in PEERS[name].modules if importlib.util.find_spec(module) is None]
         if missing:
             raise InputError(
                 f"against {name} needs {' and '.join(missing)}, which is not installed; "
-                "pip install 'kernel-dispatcher[bench]', or leave it out"
+                f"{install('bench')}; or leave it out"
             )
     return found

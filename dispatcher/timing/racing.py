@@ -13,17 +13,18 @@ from typing import Any
 
 from dispatcher import __version__
 from dispatcher.check.comparison import Progress
-from dispatcher.check.inputs import check_seed, random_tensors
+from dispatcher.check.inputs import random_tensors
 from dispatcher.device import machine
 from dispatcher.device.selection import first_usable, parse_request
 from dispatcher.errors import BusyError
 from dispatcher.interface import Device
-from dispatcher.problem.arguments import bind_numbers, check_options, count_value, seconds_value
+from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.values import count_value, seconds_value, seed_value
 from dispatcher.timing import sampling
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary, OurDevice, Witness
-from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers
+from dispatcher.timing.peers import DISTRIBUTIONS, parse_peers, settings_kept
 from dispatcher.timing.results import Benchmark, Race
 from dispatcher.timing.sampling import Schedule, host_caches, take_turns
 
@@ -58,12 +59,13 @@ class Rules:
     check: bool = True
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        checked: dict[str, float] = {"seed": seed_value("seed", self.seed)}
+        checked["warmup"] = count_value("warmup", self.warmup, 0)
         if self.repeats is not None:
-            count_value("repeats", self.repeats, 1)
-        count_value("warmup", self.warmup, 0)
+            checked["repeats"] = count_value("repeats", self.repeats, 1)
         if self.time_limit_s is not None:
-            seconds_value("time_limit_s", self.time_limit_s)
+            checked["time_limit_s"] = seconds_value("time_limit_s", self.time_limit_s)
+        vars(self).update(checked)  # Python's numbers in place of NumPy's; the rest of a frozen class is as it was
 
     def schedule(self, contenders: int, progress: Callable[[int, float], None]) -> Schedule:
         """When that many contenders take turns, and when they end."""
@@ -171,6 +173,7 @@ def refuse_when_busy() -> None:
 
 
 # ---- several contenders ------------------------------------------------------------------------------------
+@settings_kept()
 def race(
     operator: Operator,
     devices: Sequence[str | Device | None],

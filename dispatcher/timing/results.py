@@ -208,7 +208,7 @@ class Failure:
 
     name: str
     reason: str
-    error: DispatcherError | None = None
+    error: DispatcherError | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 
 namespace cusim_abi {
 
-constexpr int VERSION = 2;
+constexpr int VERSION = 3;
 
 enum class Outcome {
     ok,
@@ -46,6 +46,7 @@ struct Kernel {
     const char *name;
     Outcome (*run)(Launch &);
     size_t parameter_bytes;
+    unsigned max_threads;  // in a block: its __launch_bounds__
 };
 
 struct Module {

@@ -13,8 +13,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.cudasim.build import BuildError, compiler_version, run_compiler, runtime_object
 from tests.cudasim.cache import SOURCES, cache_folder, cached_folder, content_hash
@@ -27,6 +28,9 @@ _LINE_MARKERS = r"(?:#[^\n]*\n\s*)*"
 _KERNEL = re.compile(
     rf"(template\s*<[^;{{}}]*>\s*)?\b__global__\s+{_LINE_MARKERS}(?:static\s+)?void\s+{_ATTRIBUTES}(\w+)\s*\("
 )
+_NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_BOUNDS = re.compile(rf"__launch_bounds__\s*\(((?:[^(),]|{_NESTED})*)(?:,(?:[^()]|{_NESTED})*)?\)")
+_BOUNDED = re.compile(rf"{_BOUNDS.pattern}\s*{_LINE_MARKERS}(?:void\s+)?{_ATTRIBUTES}(\w+)\s*\(")
 _DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ATTRIBUTES}([\w:\s]*?\w)\s+(\w+)\s*\[\s*\]\s*;")
 _LINE_MARKER = re.compile(r'^# \d+ "[^\n]*$', re.MULTILINE)
 
@@ -59,6 +63,7 @@ def rewrite(preprocessed: str) -> tuple[str, list[str]]:
     Returns:
         The C++ text, and the names of the kernels: all non-template functions marked __global__.
     """
+    preprocessed = _BOUNDS.sub("", preprocessed)
     kernels = [match.group(2) for match in _KERNEL.finditer(preprocessed) if not match.group(1)]
 
     text = _DYNAMIC_SHARED.sub(r"\1 *\2 = reinterpret_cast<\1 *>(cusim::dynamic_shared);", preprocessed)
@@ -67,20 +72,22 @@ def rewrite(preprocessed: str) -> tuple[str, list[str]]:
     return text, list(dict.fromkeys(kernels))
 
 
-def module_table(kernels: Sequence[str], architecture: str) -> str:
+def module_table(kernels: Sequence[str], architecture: str, bounds: Mapping[str, str] = MappingProxyType({})) -> str:
     """The C++ text that names a module's kernels to the driver.
 
     Args:
         kernels: Names of extern "C" functions, or of others that are not overloaded.
         architecture: As in sm_80 or sm_90a, without the sm_.
+        bounds: For kernels that say so, how many threads a block may have, as C++ text.
     """
-    entries = "".join(f'cusim::entry<&{name}>("{name}"), ' for name in kernels)
+    most = {**dict.fromkeys(kernels, "cusim_abi::MAX_THREADS"), **bounds}
+    entries = "".join(f'cusim::entry<&{name}>("{name}", {most[name]}), ' for name in kernels)
     number = architecture.rstrip("af")
     specific = "false" if number == architecture else "true"
     return f"""
 # 1 "module table"
 __attribute__((section("cusim_kernel_table")))
-const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0}}}};
+const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0, 0}}}};
 extern "C" __attribute__((section("cusim_kernel_table"), visibility("default")))
 const cusim_abi::Module cusim_module = {{
     cusim_abi::VERSION, {number}, {specific}, cusim_kernels, {len(kernels)},
@@ -109,7 +116,7 @@ def compile_file(source: Path, *, architecture: str, standard: str = "c++17", op
     preamble = [f"-D__CUDA_ARCH__={digits}0", "-include", str(device / "cusim.h")]
     preprocessed = run_compiler([f"-std={standard}", "-E", "-x", "c++", *preamble, *options, str(source)])
     text, kernels = rewrite(preprocessed)
-    text += module_table(kernels, architecture)
+    text += module_table(kernels, architecture, {name: most for most, name in _BOUNDED.findall(preprocessed)})
     runtime = runtime_object(version)
     flags = (f"-std={standard}", *_OPTIMISATION, *_CHECKS, *_MODULE_LAYOUT)
 

@@ -9,9 +9,25 @@
 // calls team.each(function of value, at), team.layer_norm(eps, weight, bias) and team.keep(), a copy of all values that
 // at.of(copy) reads.
 //
+// How layer_norm finds mean and variance: the first channel is subtracted before anything is added up, so that equal
+// channels leave exactly 0; the second pass adds up the deviations and their squares, and the mean of the former is
+// what the first pass missed (much, where the first channel is an outlier); where squares overflow, deviations are multiplied
+// by FAR first.
+//
 // A monoid NAME has NAME_lift(x), NAME_combine(a, b), NAME_identity<T>() and NAME_finish(total, share).
 #pragma once
 #include "device.cuh"
+
+// A compensated sum (Kahan, 1965): its error does not grow with the number of terms.
+struct KeptSum {
+  COMPUTE total, lost;
+  __device__ __forceinline__ void add(COMPUTE term) {
+    const COMPUTE corrected = term - lost, sum = total + corrected;
+    lost = (sum - total) - corrected;
+    total = sum;
+  }
+};
+constexpr COMPUTE FAR = sizeof(COMPUTE) == 8 ? COMPUTE(0x1p-600) : COMPUTE(0x1p-80);
 
 // What an operation takes besides its input: a number, or a tensor that broadcasts.
 struct Operand {

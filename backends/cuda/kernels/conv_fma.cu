@@ -210,16 +210,27 @@ struct Team {
   __device__ __forceinline__ void layer_norm(COMPUTE eps, const void *weight, const void *bias) {
     const int slice = threadIdx.x / BLOCK_M;
     const STORAGE *factors = static_cast<const STORAGE *>(weight), *terms = static_cast<const STORAGE *>(bias);
-    COMPUTE total = 0, squares = 0;
-    for (int c = slice; c < channels; c += SLICES) total += values[c * BLOCK_M];
-    const COMPUTE mean = sum_over_slices(total, partial) / channels;
-    for (int c = slice; c < channels; c += SLICES) {
-      const COMPUTE centred = values[c * BLOCK_M] - mean;
-      squares = multiply_add(centred, centred, squares);
+    const COMPUTE shift = values[0];
+    COMPUTE total = 0, factor = 1;
+    KeptSum rest, squares;
+    for (int c = slice; c < channels; c += SLICES) total += (values[c * BLOCK_M] - shift) / channels;
+    const COMPUTE mean = shift + sum_over_slices(total, partial);
+    for (int pass = 0; pass < 2; pass++) {
+      rest = squares = {0, 0};
+      for (int c = slice; c < channels; c += SLICES) {
+        const COMPUTE centred = (values[c * BLOCK_M] - mean) * factor;
+        rest.add(centred);
+        squares.add(centred * centred);
+      }
+      squares.total = sum_over_slices(squares.total, partial);
+      const bool overflows = !(squares.total < INFINITY);
+      if (!__syncthreads_or(overflows)) break;
+      factor = overflows ? FAR : COMPUTE(1);
     }
-    const COMPUTE deviation = sqrt_v(sum_over_slices(squares, partial) / channels + eps);
+    const COMPUTE missed = sum_over_slices(rest.total, partial) / channels, mean_square = squares.total / channels;
+    const COMPUTE deviation = sqrt_v(multiply_add(-missed, missed, mean_square) + eps * factor * factor);
     for (int c = slice; c < channels; c += SLICES) {
-      COMPUTE value = (values[c * BLOCK_M] - mean) / deviation;
+      COMPUTE value = ((values[c * BLOCK_M] - mean) * factor - missed) / deviation;
       if (factors) value *= COMPUTE(factors[first_channel + c]);
       if (terms) value += COMPUTE(terms[first_channel + c]);
       values[c * BLOCK_M] = value;
@@ -241,7 +252,7 @@ __device__ __forceinline__ void store_gathered(const COMPUTE *values, int channe
       if (partial[m] == COMPUTE(0)) continue;
       const COMPUTE v[1] = {values[c * BLOCK_M + m]};
       const bool inside[1] = {true};
-      gather_more<1, 1>(state, count == 0., v, inside);
+      gather_more<1, 1>(state, State(count), State(1), v, inside);
       count += 1.;
     }
     Gathered total = gathered_nothing();

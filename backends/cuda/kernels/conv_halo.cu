@@ -537,20 +537,32 @@ struct Team {
 
   __device__ __forceinline__ void layer_norm(float eps, const void *weight, const void *bias) {
     const STORAGE *factors = static_cast<const STORAGE *>(weight), *terms = static_cast<const STORAGE *>(bias);
-    float total = 0.f, squares = 0.f;
+    constexpr float share = 1.f / OUT_CHANNELS;
+    const float shift = __shfl_sync(~0u, v[0], threadIdx.x % 32 - t);  // the quad's first channel
+    float total = 0.f, factor = 1.f, rest, squares;
 #pragma unroll
-    for (int i = 0; i < 2 * NT; i++) total += exists(box, i, t) ? v[i] : 0.f;
-    const float mean = sum_over_quad(total) * (1.f / OUT_CHANNELS);
+    for (int i = 0; i < 2 * NT; i++) total = fmaf(exists(box, i, t) ? v[i] - shift : 0.f, share, total);
+    const float mean = shift + sum_over_quad(total);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {
+      rest = 0.f;
+      float parts[4] = {0.f, 0.f, 0.f, 0.f};  // short sums round less
 #pragma unroll
-    for (int i = 0; i < 2 * NT; i++) {
-      v[i] -= mean;
-      const float centred = exists(box, i, t) ? v[i] : 0.f;
-      squares = fmaf(centred, centred, squares);
+      for (int i = 0; i < 2 * NT; i++) {
+        const float centred = exists(box, i, t) ? (v[i] - mean) * factor : 0.f;
+        rest += centred;
+        parts[i % 4] = fmaf(centred, centred, parts[i % 4]);
+      }
+      squares = sum_over_quad((parts[0] + parts[1]) + (parts[2] + parts[3]));
+      const bool overflows = !(squares < INFINITY);
+      if (!__any_sync(~0u, overflows)) break;
+      factor = overflows ? FAR : 1.f;
     }
-    const float factor = rsqrtf(fmaf(sum_over_quad(squares), 1.f / OUT_CHANNELS, eps));
+    rest = sum_over_quad(rest) * share;
+    const float scale = rsqrtf(fmaf(-rest, rest, squares * share) + eps * factor * factor);
 #pragma unroll
     for (int i = 0; i < 2 * NT; i++) {
-      v[i] *= factor;
+      v[i] = fmaf((v[i] - mean) * factor, scale, -rest * scale);
       if (factors && exists(box, i, t)) v[i] *= float(factors[channel_of(i, t)]);
       if (terms && exists(box, i, t)) v[i] += float(terms[channel_of(i, t)]);
     }
@@ -788,7 +800,7 @@ __device__ __forceinline__ void gather(const HaloParams &p, const Box &box, cons
     float v[2 * WARP_M];
 #pragma unroll
     for (int m = 0; m < 2 * WARP_M; m++) v[m] = rows[m / 2][i / 2][2 * (m % 2) + i % 2];
-    gather_more<2 * WARP_M, STATES>(own + i * THREADS, count == State(0), v, inside);
+    gather_more<2 * WARP_M, STATES>(own + i * THREADS, count, State(more), v, inside);
   }
   count += State(more);
 }

@@ -1,8 +1,8 @@
 // Statistics that a convolution's launch gathers of the values that it makes, and how they are joined: of a box of voxels
 // and a channel, GATHERED doubles.
-//   MOMENTS    count, mean, sum of squares around the mean. A lane keeps sums of v - shift and of its square, where shift
-//              is its first value, so that a large mean costs no accuracy; means are joined by the formula of Chan, Golub
-//              and LeVeque.
+//   MOMENTS    count, mean, sum of squares around the mean. A lane keeps a centre, how far the mean is from it, and the sum
+//              of squares around the mean: nothing cancels, also where the first value is an outlier, and equal values
+//              leave exactly 0. Moments are joined by the formula of Chan, Golub and LeVeque.
 //   EXPONENTS  maximum, sum of exp(v - maximum)
 //   COMBINED   the combination of the lifted values, by the monoid gather
 // GATHER_NUMBERS numbers of the type GATHER_STATE are what one lane knows of a channel.
@@ -63,24 +63,32 @@ __device__ __forceinline__ void gather_store(const Gathered &total, double *to) 
   if (GATHERED > 2) to[2 * (GATHERED > 2)] = total.c;
 }
 
-// Values v[m] where inside[m], of which there is one at least, into a state whose numbers are PITCH apart.
+// Values v[m] where inside[m], `more` of them and one at least, into a state of `seen` values, whose numbers are PITCH
+// apart.
 template <int COUNT, int PITCH>
-__device__ __forceinline__ void gather_more(State *state, bool fresh, const COMPUTE (&v)[COUNT],
+__device__ __forceinline__ void gather_more(State *state, State seen, State more, const COMPUTE (&v)[COUNT],
                                             const bool (&inside)[COUNT]) {
+  const bool fresh = seen == State(0);
 #if GATHER == MOMENTS
-  State shift = state[0], sum = 0, squares = 0;
-  if (fresh) {
+  State first = 0, sum = 0, rest = 0, squares = 0;
 #pragma unroll
-    for (int m = COUNT - 1; m >= 0; m--) shift = inside[m] ? State(v[m]) : shift;
-    state[0] = shift;
-  }
+  for (int m = COUNT - 1; m >= 0; m--) first = inside[m] ? State(v[m]) : first;
+#pragma unroll
+  for (int m = 0; m < COUNT; m++) sum += inside[m] ? State(v[m]) - first : State(0);
+  const State centre = first + sum / more;
 #pragma unroll
   for (int m = 0; m < COUNT; m++) {
-    const State apart = inside[m] ? State(v[m]) - shift : State(0);
-    sum += apart;
+    const State apart = inside[m] ? State(v[m]) - centre : State(0);
+    rest += apart;
     squares = multiply_add(apart, apart, squares);
   }
-  state[PITCH] = fresh ? sum : state[PITCH] + sum;
+  rest /= more;
+  squares = multiply_add(-rest * more, rest, squares);
+  if (fresh) state[0] = centre;
+  const State mean = fresh ? State(0) : state[PITCH], total = seen + more;
+  const State apart = (centre - state[0]) + (rest - mean);
+  state[PITCH] = multiply_add(apart, more / total, mean);
+  squares = multiply_add(apart * apart, seen * (more / total), squares);
   state[2 * PITCH] = fresh ? squares : state[2 * PITCH] + squares;
 #elif GATHER == EXPONENTS
   const State before = fresh ? State(-INFINITY) : state[0];
@@ -104,8 +112,7 @@ template <int PITCH>
 __device__ __forceinline__ void gather_join(Gathered &total, const State *state, double count) {
   if (count == 0.) return;
 #if GATHER == MOMENTS
-  const double sum = state[PITCH], squares = double(state[2 * PITCH]) - sum * (sum / count);
-  total = gathered_both(total, {count, double(state[0]) + sum / count, squares < 0. ? 0. : squares});
+  total = gathered_both(total, {count, double(state[0]) + double(state[PITCH]), double(state[2 * PITCH])});
 #elif GATHER == EXPONENTS
   total = gathered_both(total, {double(state[0]), double(state[PITCH]), 0.});
 #else

@@ -11,8 +11,9 @@
 //
 // rows_by_block: a block owns a row at a time and its threads take the items in turn, for rows that lie in memory
 // in one piece. rows_by_thread: a thread owns a row at a time, neighbouring threads neighbouring rows, for rows
-// across the memory, such as the channels of a voxel. Sums are kept in double, and the variance is taken in a
-// second pass around the mean, so that a large mean or a long row costs no accuracy.
+// across the memory, such as the channels of a voxel. Sums are kept in double, of deviations from the row's first item for
+// a mean, and the variance is taken in a second pass around the mean, so that a large mean or a long row costs no accuracy,
+// and equal items leave exactly 0.
 //
 // Shared memory: one double a thread; two barriers and a tree for each sum of a block.
 // Bytes: two or three reads of x (small rows come from the cache), one write of y.
@@ -102,7 +103,8 @@ template <class Team> __device__ __forceinline__ void run(const RowsParams &p, i
   const index_t start = offset(p.row, row);
   const INPUT *x = p.x + start;
 #if FUNCTION == NORMALIZE
-  const double mean = sum(p, x, team, [](COMPUTE v) { return v; }) / double(p.items);
+  const double first = COMPUTE(x[0]);
+  const double mean = first + sum(p, x, team, [=](COMPUTE v) { return double(v) - first; }) / double(p.items);
   const double variance =
       sum(p, x, team, [=](COMPUTE v) { return (double(v) - mean) * (double(v) - mean); }) / double(p.items);
   const double factor = 1. / sqrt(variance + p.eps);

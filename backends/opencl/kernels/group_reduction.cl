@@ -41,8 +41,6 @@ static INDEX lane_of(const INDEX item) { return USE_SLICES_FIRST ? item / SLICES
 
 static INDEX slice_of(const INDEX item) { return USE_SLICES_FIRST ? item % SLICES : item / LANES; }
 
-static REAL squared(const REAL value) { return value * value; }
-
 // What each kernel begins with: the work-item's lane and slice, its result, and how many elements that has.
 #define BEGIN                                                                     \
   local REAL partial[PARTIAL_ELEMENTS];                                           \
@@ -52,18 +50,31 @@ static REAL squared(const REAL value) { return value * value; }
   const size_t base = PLACE(result);
 
 #if STEP_NORMALIZE
-// y = (x - mean) / sqrt(variance + eps) [* weight[c] + bias[c]], the variance from a second pass over the deviations.
+// y = (x - mean) / sqrt(variance + eps) [* weight[c] + bias[c]]; numeric.cl says how.
 kernel void normalize_group(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                             const ulong count PARAMETERS) {
   BEGIN
-  REAL total = R(0.0), squares = R(0.0);
-  ADD_UP(total, x[base + OFFSET(i)])
-  const REAL mean = sum_over_slices(total, partial, lane, slice) * (R(1.0) / COUNT);
-  ADD_UP(squares, squared(x[base + OFFSET(i)] - mean))
-  const REAL variance = sum_over_slices(squares, partial, lane, slice) * (R(1.0) / COUNT);
-  const REAL scale = R(1.0) / sqrt(variance + operands[EPS]);
+  const REAL share = R(1.0) / COUNT, shift = terms ? x[base] : R(0.0);
+  REAL total = R(0.0), farthest = R(0.0);
   EACH_ELEMENT {
-    REAL value = (x[base + OFFSET(i)] - mean) * scale;
+    const REAL apart = x[base + OFFSET(i)] - shift;
+    total = fma(apart, share, total);
+    farthest = max_v(farthest, fabs(apart));
+  }
+  const REAL mean = sum_over_slices(total, partial, lane, slice) + shift;
+  const REAL factor = factor_over_slices(farthest, partial, lane, slice);
+  KEPT_SUM(rest)
+  KEPT_SUM(squares)
+  EACH_ELEMENT {
+    const REAL deviation = (x[base + OFFSET(i)] - mean) * factor;
+    KEEP(rest, deviation)
+    KEEP(squares, deviation * deviation)
+  }
+  rest = sum_over_slices(rest, partial, lane, slice) * share;
+  squares = sum_over_slices(squares, partial, lane, slice);
+  const REAL scale = SCALE_OF(squares, rest, factor, COUNT, operands[EPS]);
+  EACH_ELEMENT {
+    REAL value = fma((x[base + OFFSET(i)] - mean) * factor, scale, -rest * scale);
     AFFINE(value, CHANNEL(result, i));
     TAIL(value);
     y[base + OFFSET(i)] = value;

@@ -38,5 +38,17 @@ static real_v first_lanes(const real_v value, const int count, const REAL fill) 
   }
 
 #define ADD_LANES(a, b) ((a) + (b))
-OVER_LANES(sum_of_lanes, ADD_LANES)
 OVER_LANES(max_of_lanes, LARGER)
+
+// The sum of all lanes, by halves, and of what each addition rounded off (Knuth's two-sum). For finite lanes only.
+static REAL sum_of_lanes(const real_v v) {
+  REAL lanes[VEC], lost = R(0.0);
+  STORE_V(v, lanes);
+  for (int below = VEC / 2; below > 0; below /= 2)
+    for (int i = 0; i < below; i++) {
+      const REAL sum = lanes[i] + lanes[i + below], second = sum - lanes[i];
+      lost += (lanes[i] - (sum - second)) + (lanes[i + below] - second);
+      lanes[i] = sum;
+    }
+  return lanes[0] + lost;
+}

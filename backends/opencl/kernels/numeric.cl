@@ -7,8 +7,6 @@
 //   VEC          lanes of a vector: 1, 4, 8 or 16
 // No function here uses fmin, fmax or clamp: those drop NaN, and a NaN must travel to the output.
 
-// Long sums are taken in runs of this many terms and then over runs, so that errors stay small with any number of terms.
-#define STAGE_TERMS 512
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
@@ -57,6 +55,31 @@ typedef PASTE(REAL, VEC) real_v;
 #define INTERLEAVE_HIGH(a, b) \
   ((real_v)(a.s8, b.s8, a.s9, b.s9, a.sa, b.sa, a.sb, b.sb, a.sc, b.sc, a.sd, b.sd, a.se, b.se, a.sf, b.sf))
 #endif
+
+// Compensated sums (Kahan, 1965): their error does not grow with the number of terms. For finite terms only.
+#define KEPT_SUM(total) real_v total = SPLAT(R(0.0)), total##_lost = total;
+#define KEEP(total, term) keep(&total, &total##_lost, term);
+inline void keep(real_v *total, real_v *lost, const real_v term) {
+  const real_v corrected = term - *lost, sum = *total + corrected;
+  *lost = (sum - *total) - corrected;
+  *total = sum;
+}
+
+// Mean and variance, the same way in every norm here, of vectors or numbers:
+// - One of the values, `shift`, is subtracted before anything is added up: equal values leave exactly 0, and a common offset, however
+//   large, costs nothing. Each difference is divided before it is added up, so that no sum overflows.
+// - The second pass adds up squares of deviations from the mean so found, and also the deviations: their mean, `rest`, is what the
+//   first pass missed. That is much where the shift was an outlier.
+// - Where squares would overflow, deviations are multiplied by FAR first.
+#define FAR (REAL_IS_DOUBLE ? R(0x1p-600) : R(0x1p-80))
+#if VEC == 1
+#define OVERFLOWS(squares) (!((squares) < INFINITY))
+#else
+#define OVERFLOWS(squares) any(~((squares) < SPLAT(INFINITY)))
+#endif
+// One over the deviation that eps has been added to.
+#define SCALE_OF(squares, rest, factor, count, eps) \
+  (R(1.0) / sqrt(fma(-(rest), rest, (squares) / (R(1.0) * (count))) + (eps) * (factor) * (factor)))
 
 // The larger and the smaller of two values of any type; NaN when either is NaN.
 #define LARGER(a, b) (((b) > (a) || (b) != (b)) ? (b) : (a))

@@ -3,55 +3,51 @@
 // A row is (n, c, d, h), OUT_W elements; its numbers lie at its own place in `partials`, so that they do not depend on who computes
 // it, channels side by side, as kernels make them: [n][d][h][c]. Kernels write GATHER_BEGIN, then GATHER(v, w, left) for each vector
 // of the row, of which `left` lanes count, from w = 0 on, then GATHER_END(place). The host defines OUT_W and GATHER_ROWS, the rows of the whole value, and one of
-//   GATHER_MOMENTS       [2][places]: mean, and sum of squared deviations from it
+//   GATHER_MOMENTS       [3][places]: mean, what it lacks, and the sum of squared deviations from both together; where that
+//                        overflows, minus the one of deviations times FAR
 //   GATHER_TOTAL         [places]: GATHER_COMBINE(a, b) of GATHER_LIFT(x), from GATHER_IDENTITY on
 //   GATHER_EXPONENTIALS  [2][places]: the largest value, and the sum of exponentials of all others' distances from it
 // or none. OUT_W is at least a vector.
 
 #if GATHER_MOMENTS
-// Deviations from the row's first vector, lane by lane, so that nothing cancels: they are as large as those from the mean at most,
-// times the number of vectors, which groups.py limits. Then the lanes are combined, by deviations from the first lane.
-// (Chan, Golub and LeVeque, 1983.)
-static REAL tree_sum(const real_v v) {
-#if VEC == 16
-  const PASTE(REAL, 8) eight = v.lo + v.hi;
-  const PASTE(REAL, 4) four = eight.lo + eight.hi;
-#elif VEC == 8
-  const PASTE(REAL, 4) four = v.lo + v.hi;
-#elif VEC == 4
-  const real_v four = v;
-#endif
-#if VEC == 1
-  return v;
-#elif VEC == 2
-  return v.x + v.y;
-#else
-  return (four.x + four.z) + (four.y + four.w);
-#endif
+// Lane by lane: the mean, brought up to date with each vector, and the sum of squared deviations from it (Welford, 1962), both with
+// compensation, and that sum once more, of deviations times FAR. Then the lanes are combined (Chan, Golub and LeVeque, 1983), around
+// a mean that is corrected once.
+static REAL squares_of_lanes(const real_v deviation, const real_v counts, const real_v within) {
+  return sum_of_lanes(fma(deviation * counts, deviation, within));
 }
 
-static void keep_moments(const real_v shift, const real_v sums, const real_v squares, global REAL *restrict partials,
-                         const size_t place) {
+static void keep_moments(const real_v means, const real_v means_lost, const real_v squares, const real_v far_squares,
+                         global REAL *restrict partials, const size_t place) {
   REAL lanes[VEC];
   for (int i = 0; i < VEC; i++) lanes[i] = OUT_W / VEC + (i < OUT_W % VEC);
-  const real_v counts = LOAD_V(lanes);
-  const real_v means = sums / counts, from_first = (shift - SPLAT(LANE0(shift))) + means;
-  const REAL mean = tree_sum(from_first * counts) * (R(1.0) / OUT_W);
-  const real_v deviation = from_first - SPLAT(mean);
-  const real_v within = squares - sums * means;
-  partials[place] = LANE0(shift) + mean;
-  partials[GATHER_ROWS + place] = tree_sum(fma(deviation * counts, deviation, within));
+  const real_v counts = LOAD_V(lanes), shares = counts * (R(1.0) / OUT_W);
+  const REAL first = LANE0(means), mean = first + sum_of_lanes((means - SPLAT(first)) * shares);
+  const real_v apart = (means - SPLAT(mean)) - means_lost;
+  const REAL rest = sum_of_lanes(apart * shares);
+  const real_v deviation = apart - SPLAT(rest);
+  const REAL total = squares_of_lanes(deviation, counts, squares);
+  partials[place] = mean;
+  partials[GATHER_ROWS + place] = rest;
+  partials[2 * (size_t)GATHER_ROWS + place] =
+      total < INFINITY ? total : -squares_of_lanes(deviation * FAR, counts, far_squares);
 }
 
-#define GATHER_BEGIN real_v gathered_shift = SPLAT(R(0.0)), gathered_sums = gathered_shift, gathered_squares = gathered_shift;
+#define GATHER_BEGIN                                                                           \
+  KEPT_SUM(gathered_means)                                                                     \
+  KEPT_SUM(gathered_squares)                                                                   \
+  real_v gathered_far = SPLAT(R(0.0));
+#define FROM_GATHERED(v, left) first_lanes(((v) - gathered_means) + gathered_means_lost, left, R(0.0))
 #define GATHER(v, w, left)                                                                     \
   {                                                                                            \
-    if ((w) == 0) gathered_shift = v;                                                          \
-    const real_v deviation = first_lanes((v) - gathered_shift, left, R(0.0));                  \
-    gathered_sums += deviation;                                                                \
-    gathered_squares = fma(deviation, deviation, gathered_squares);                            \
+    const real_v before = FROM_GATHERED(v, left);                                              \
+    KEEP(gathered_means, before * (R(1.0) / ((w) / VEC + 1)))                                  \
+    const real_v after = FROM_GATHERED(v, left);                                               \
+    KEEP(gathered_squares, before * after)                                                     \
+    gathered_far = fma(before * FAR, after * FAR, gathered_far);                               \
   }
-#define GATHER_END(place) keep_moments(gathered_shift, gathered_sums, gathered_squares, partials, place);
+#define GATHER_END(place)                                                                      \
+  keep_moments(gathered_means, gathered_means_lost, gathered_squares, gathered_far, partials, place);
 
 #elif GATHER_TOTAL
 OVER_LANES(gathered_lanes, GATHER_COMBINE_ONE)

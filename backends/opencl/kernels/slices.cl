@@ -12,3 +12,8 @@
 #define OVER_SLICES max_over_slices
 #define SLICES_COMBINE max_v
 #include "over_slices.cl"
+
+// What to multiply deviations by before they are squared, by how far values lie from their shift (numeric.cl).
+static REAL factor_over_slices(const REAL farthest, local REAL *partial, const int lane, const int slice) {
+  return max_over_slices(farthest, partial, lane, slice) < (REAL_IS_DOUBLE ? R(0x1p300) : R(0x1p40)) ? R(1.0) : FAR;
+}

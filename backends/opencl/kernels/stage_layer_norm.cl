@@ -1,36 +1,50 @@
-// Stage: layer norm over the channels of each position, lane by lane.
+// Stage: layer norm over the channels of each position, lane by lane (numeric.cl says how).
 //
 //   y = (x - mean) / sqrt(variance + eps) [* weight[c] + bias[c]]
 //
-// Two passes over the deviations: the one-pass formula E[x^2] - E[x]^2 cancels when the mean is large. Sums are taken in runs of
-// STAGE_TERMS channels and then over runs, so that their errors stay small with hundreds of thousands of channels.
-// Line: [STAGE_CHANNELS][STAGE_RUN]. The host defines STAGE_EPS (an index into operands) and STAGE_AFFINE(value, c).
+// Line: [STAGE_CHANNELS][STAGE_RUN]. The host defines STAGE_TERMS, the channels of a run, STAGE_EPS (an index into operands) and
+// STAGE_AFFINE(value, c).
+#define EACH_RUN for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS)
+#define EACH_IN_RUN for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++)
 static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *restrict operands) {
   const REAL share = R(1.0) / STAGE_CHANNELS;
   for (int i = 0; i < STAGE_RUN; i += VEC) {
     global REAL *p = line + i;
-    real_v mean = SPLAT(R(0.0));
-    for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS) {
+    const real_v shift = LOAD_V(p);
+    real_v mean = SPLAT(R(0.0)), factor = SPLAT(R(1.0));
+    KEPT_SUM(rest)
+    KEPT_SUM(squares)
+    EACH_RUN {
       real_v run = SPLAT(R(0.0));
-      for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++) run += LOAD_V(p + c * STAGE_RUN);
+      EACH_IN_RUN run = fma(LOAD_V(p + c * STAGE_RUN) - shift, SPLAT(share), run);
       mean += run;
     }
-    mean = mean * share;
-    real_v variance = SPLAT(R(0.0));
-    for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS) {
-      real_v run = SPLAT(R(0.0));
-      for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++) {
-        const real_v deviation = LOAD_V(p + c * STAGE_RUN) - mean;
-        run = fma(deviation, deviation, run);
+    mean += shift;
+    for (int pass = 0; pass < 2; pass++) {
+      rest = rest_lost = squares = squares_lost = SPLAT(R(0.0));
+      EACH_RUN {
+        real_v rest_run = SPLAT(R(0.0)), run = rest_run;
+        EACH_IN_RUN {
+          const real_v deviation = fma(LOAD_V(p + c * STAGE_RUN), factor, -mean);
+          rest_run += deviation;
+          run = fma(deviation, deviation, run);
+        }
+        KEEP(rest, rest_run)
+        KEEP(squares, run)
       }
-      variance += run;
+      if (!OVERFLOWS(squares)) break;
+      factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
+      mean *= factor;
     }
-    const real_v scale = SPLAT(R(1.0)) / sqrt(fma(variance, SPLAT(share), SPLAT(operands[STAGE_EPS])));
+    rest *= share;
+    const real_v scale = SCALE_OF(squares, rest, factor, STAGE_CHANNELS, operands[STAGE_EPS]), offset = -rest * scale;
     for (int c = 0; c < STAGE_CHANNELS; c++) {
-      real_v value = (LOAD_V(p + c * STAGE_RUN) - mean) * scale;
+      real_v value = fma(fma(LOAD_V(p + c * STAGE_RUN), factor, -mean), scale, offset);
       STAGE_AFFINE(value, c);
       STAGE_TAIL(value, c);
       STORE_V(value, p + c * STAGE_RUN);
     }
   }
 }
+#undef EACH_RUN
+#undef EACH_IN_RUN

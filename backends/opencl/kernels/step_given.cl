@@ -45,25 +45,46 @@ static real_v numbers_of(global const REAL *restrict given, const size_t plane, 
 }
 
 #if GIVEN_MOMENTS
-// Sum of the means of a plane's rows, and sum of squared deviations of a plane's elements from `mean`.
-static REAL sum_of_means(global const REAL *restrict given, const size_t plane) {
-  real_v total = SPLAT(R(0.0));
-  OVER_ROWS(total, NUMBERS(0), ADD_LANES, R(0.0))
-  return sum_of_lanes(total);
-}
+// `total`, a compensated sum, and `term`, an expression in row and left, of a plane's rows.
+#define SUM_ROWS(total, term)                            \
+  for (int row = 0; row < PLANE_ROWS; row += VEC) {      \
+    const int left = PLANE_ROWS - row;                   \
+    KEEP(total, first_lanes(term, left, R(0.0)))         \
+  }
+#define SUM_PLANES(total, term)                          \
+  EACH_PLANE {                                           \
+    const size_t plane = PLANE(outer, i);                \
+    SUM_ROWS(total, term)                                \
+  }
 
-static REAL sum_of_squares(global const REAL *restrict given, const size_t plane, const REAL mean) {
-  real_v total = SPLAT(R(0.0));
-  OVER_ROWS(total, fma((NUMBERS(0) - SPLAT(mean)) * SPLAT(R(1.0) * OUT_W), NUMBERS(0) - SPLAT(mean), NUMBERS(1)), ADD_LANES, R(0.0))
-  return sum_of_lanes(total);
+// Of vectors of rows: how far their means lie from `mean`, and their sums of squares, with `factor` as in numeric.cl. Sums that are
+// of deviations times FAR already are infinite without it.
+#define FROM_MEAN (((NUMBERS(0) - SPLAT(mean)) + NUMBERS(1)) * factor)
+#define WITHIN squares_with(NUMBERS(2), factor)
+static real_v squares_with(const real_v squares, const REAL factor) {
+  if (factor == R(1.0)) return (squares < SPLAT(R(0.0))) ? SPLAT(INFINITY) : squares;
+  return (squares < SPLAT(R(0.0))) ? -squares : squares * FAR * FAR;
 }
 
 #define NORMALIZE_BEGIN                                                                        \
-  REAL mean = R(0.0), squares = R(0.0);                                                        \
-  EACH_PLANE mean += sum_of_means(given, PLANE(outer, i));                                     \
-  mean *= R(1.0) / ((size_t)PLANES(outer) * PLANE_ROWS);                                       \
-  EACH_PLANE squares += sum_of_squares(given, PLANE(outer, i), mean);                          \
-  const REAL scale = R(1.0) / sqrt(squares * (R(1.0) / COUNT) + operands[EPS]);
+  const REAL share = R(1.0) / ((size_t)PLANES(outer) * PLANE_ROWS);                            \
+  const size_t first_plane = PLANE(outer, 0);                                                  \
+  const REAL shift = given[first_plane / CHANNELS * PLANE_ROWS * CHANNELS + first_plane % CHANNELS]; \
+  REAL factor = R(1.0);                                                                        \
+  KEPT_SUM(means)                                                                              \
+  KEPT_SUM(rests)                                                                              \
+  KEPT_SUM(squares)                                                                            \
+  SUM_PLANES(means, (NUMBERS(0) - SPLAT(shift)) * share)                                       \
+  const REAL mean = sum_of_lanes(means) + shift;                                               \
+  for (int pass = 0; pass < 2; pass++) {                                                       \
+    rests = rests_lost = squares = squares_lost = SPLAT(R(0.0));                               \
+    SUM_PLANES(rests, FROM_MEAN)                                                               \
+    SUM_PLANES(squares, fma(FROM_MEAN * OUT_W, FROM_MEAN, WITHIN))                             \
+    if (!OVERFLOWS(squares)) break;                                                            \
+    factor = FAR;                                                                              \
+  }                                                                                            \
+  const REAL rest = sum_of_lanes(rests) * share;                                               \
+  const REAL scale = SCALE_OF(sum_of_lanes(squares), rest, factor, COUNT, operands[EPS]), offset = -rest * scale;
 #endif
 
 #if GIVEN_EXPONENTIALS
@@ -122,7 +143,9 @@ kernel void KERNEL_NAME(global const REAL *restrict given, global const REAL *re
   NORMALIZE_BEGIN
   EACH_PLANE {
     const size_t plane = PLANE(outer, i), n = plane / CHANNELS, c = plane % CHANNELS;
-    real_v value = SPLAT((sum_of_means(given, plane) * (R(1.0) / PLANE_ROWS) - mean) * scale);
+    KEPT_SUM(from_mean)
+    SUM_ROWS(from_mean, FROM_MEAN)
+    real_v value = SPLAT(fma(sum_of_lanes(from_mean) * (R(1.0) / PLANE_ROWS), scale, offset));
     AFFINE(value);
     value = value * SPLAT(REDUCED_SHARE);
     TAIL(value);
@@ -149,7 +172,7 @@ kernel void KERNEL_NAME(global const REAL *x, global const REAL *restrict given,
       for (int w = 0; w < OUT_W; w += VEC) {
         const real_v loaded = load_lanes(x + base + w, OUT_W - w, R(0.0));
 #if STEP_NORMALIZE
-        real_v value = (loaded - SPLAT(mean)) * SPLAT(scale);
+        real_v value = fma((loaded - SPLAT(mean)) * factor, SPLAT(scale), SPLAT(offset));
         AFFINE(value);
 #elif GIVEN_EXPONENTIALS
         real_v value = exp_v(loaded - SPLAT(largest)) * SPLAT(scale);

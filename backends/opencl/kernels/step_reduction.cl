@@ -4,8 +4,8 @@
 // along width in either case:
 //   USE_WIDTH_REDUCTION 1: width is reduced too; lanes are partial results that are combined at the end.
 //   USE_WIDTH_REDUCTION 0: width stays; each lane is a result of its own.
-// Sums are taken in three levels: a run (a part of the last reduced axis), CASCADE runs, and all of those, so that errors grow
-// with the sum of the three counts, not with their product.
+// Sums are taken of runs (parts of the last reduced axis), which are then added up with compensation; reductions have three levels,
+// a run, CASCADE runs, and all of those, so that errors grow with the sum of the three counts, not with their product.
 //
 // Normalise and softmax may work in place (x and y the same buffer): each element is read before it is written.
 //
@@ -39,21 +39,6 @@
 #define COMBINE_ALL(v) (v)
 #define RESULT_WIDTH WIDTH
 #endif
-// A sum of runs: `total` of the last few, `total_above` of all before them.
-#define SUM_BEGIN(total)            \
-  real_v total = SPLAT(R(0.0));     \
-  real_v total##_above = total;     \
-  int total##_runs = 0;
-#define SUM_AGAIN(total)            \
-  total = total##_above = SPLAT(R(0.0)); \
-  total##_runs = 0;
-#define SUM_ADD(total, run)         \
-  total += run;                     \
-  if (++total##_runs == CASCADE) {  \
-    total##_above += total;         \
-    total = SPLAT(R(0.0));          \
-    total##_runs = 0;               \
-  }
 // Width index of lane 0 at the current element, and the lanes left from there.
 #if USE_WIDTH_REDUCTION
 #define LEFT (WIDTH - w)
@@ -67,30 +52,42 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
   const size_t outer = get_global_id(0);
   if (outer >= count) return;
   const size_t base = OUTER_BASE(outer);
+  const REAL share = R(1.0) / COUNT;
   EACH_RESULT {
-    SUM_BEGIN(total)
+    // Lanes behind the last element deviate from nothing.
+#define APART(from) (load_lanes(x + base + OFFSET, LEFT, LANE0(from)) - (from))
+    const real_v shift = USE_WIDTH_REDUCTION ? SPLAT(x[base]) : load_lanes(x + base + w0, WIDTH - w0, R(0.0));
+    real_v factor = SPLAT(R(1.0));
+    real_v mean = SPLAT(R(0.0));
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
-      EACH_IN_RUN { run += load_lanes(x + base + OFFSET, LEFT, R(0.0)); }
-      SUM_ADD(total, run)
+      EACH_IN_RUN { run = fma(APART(shift), SPLAT(share), run); }
+      mean += run;
     }
-    total += total_above;
-    const real_v mean = COMBINE_SUM(total) * SPLAT(R(1.0) / COUNT);
-    SUM_AGAIN(total)
-    EACH_RUN {
-      real_v run = SPLAT(R(0.0));
-      EACH_IN_RUN {
-        const real_v deviation = load_lanes(x + base + OFFSET, LEFT, LANE0(mean)) - mean;
-        run = fma(deviation, deviation, run);
+    mean = COMBINE_SUM(mean) + shift;
+    KEPT_SUM(rest)
+    KEPT_SUM(squares)
+    for (int pass = 0; pass < 2; pass++) {
+      rest = rest_lost = squares = squares_lost = SPLAT(R(0.0));
+      EACH_RUN {
+        real_v run = SPLAT(R(0.0)), rest_run = run;
+        EACH_IN_RUN {
+          const real_v deviation = APART(mean) * factor;
+          rest_run += deviation;
+          run = fma(deviation, deviation, run);
+        }
+        KEEP(rest, rest_run)
+        KEEP(squares, run)
       }
-      SUM_ADD(total, run)
+      squares = COMBINE_SUM(squares);
+      if (!OVERFLOWS(squares)) break;
+      factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
     }
-    total += total_above;
-    const real_v variance = COMBINE_SUM(total) * SPLAT(R(1.0) / COUNT);
-    const real_v scale = SPLAT(R(1.0)) / sqrt(variance + SPLAT(operands[EPS]));
+    rest = COMBINE_SUM(rest) * share;
+    const real_v scale = SCALE_OF(squares, rest, factor, COUNT, operands[EPS]), offset = -rest * scale;
     EACH_RUN {
       EACH_IN_RUN {
-        real_v value = (load_lanes(x + base + OFFSET, LEFT, R(0.0)) - mean) * scale;
+        real_v value = fma(APART(mean) * factor, scale, offset);
         AFFINE(value);
         TAIL(value);
         store_lanes(value, y + base + OFFSET, LEFT);
@@ -112,7 +109,7 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
       EACH_IN_RUN { largest = max_v(largest, load_lanes(x + base + OFFSET, LEFT, -INFINITY)); }
     }
     largest = COMBINE_MAX(largest);
-    SUM_BEGIN(total)
+    KEPT_SUM(total)
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
@@ -120,9 +117,8 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
         store_lanes(e, y + base + OFFSET, LEFT);
         run += e;
       }
-      SUM_ADD(total, run)
+      KEEP(total, run)
     }
-    total += total_above;
     const real_v scale = SPLAT(R(1.0)) / COMBINE_SUM(total);
     EACH_RUN {
       EACH_IN_RUN {

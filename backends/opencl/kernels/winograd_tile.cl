@@ -11,12 +11,14 @@
 //   v        lines of height component 0, at the group's first channel and the tile's first position
 //   w        packed weights: [height component][KW taps][IC/groups][THREAD_C]
 //   line     lines of row 0: line[((jd*LINES_H + jh)*LINE_CHANNELS + c)*STRIDE_W*LINE + lane]
+//   sums     of the magnitudes of results, at the tile's first position: sums[(jd*LINES_H + jh)*LINE + lane];
+//            null where nobody asks
 //   poison   becomes NaN when a result is not finite
 #define WINOGRAD_TILE PASTE(winograd_tile_, PASTE(TAPS, PASTE(x, TILE_W)))
 #define PARTS (TAPS + LINES_H - 1)
 static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global const REAL *restrict w, const int rd,
                           const int part, global REAL *restrict line, global const REAL *restrict operands, const int channel,
-                          real_v *poison) {
+                          global REAL *restrict sums, real_v *poison) {
   real_v z[PARTS][THREAD_C][TILE_W];
 #pragma unroll
   for (int b = 0; b < PARTS; b++) {
@@ -48,13 +50,16 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
     if (part < jd || part > PARTS_D[rd] - 2 + jd) continue;
     const bool first = part == jd, last = part == PARTS_D[rd] - 2 + jd, negative = jd == 1 && NEGATE_D[rd][part];
 #pragma unroll
-    for (int c = 0; c < THREAD_C; c++) {
-#if GROUP_OC % THREAD_C
-      // What a ragged last tile has beyond its group is not its own: the next group's sums may be under way there.
-      if (channel % GROUP_OC + c >= GROUP_OC) continue;
-#endif
+    for (int j = 0; j < TILE_W; j++) {
+      real_v sum[LINES_H];
 #pragma unroll
-      for (int j = 0; j < TILE_W; j++) {
+      for (int jh = 0; jh < LINES_H; jh++) sum[jh] = SPLAT(R(0.0));
+#pragma unroll
+      for (int c = 0; c < THREAD_C; c++) {
+#if GROUP_OC % THREAD_C
+        // What a ragged last tile has beyond its group is not its own: the next group's sums may be under way there.
+        if (channel % GROUP_OC + c >= GROUP_OC) continue;
+#endif
         real_v zc[PARTS], row[LINES_H];
 #pragma unroll
         for (int b = 0; b < PARTS; b++) zc[b] = z[b][c][j];
@@ -65,11 +70,18 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
           real_v value = negative ? -row[jh] : row[jh];
           if (!first) value += LOAD_V(target);
           if (last) {
+            sum[jh] += fabs(value);
             *poison = fma(value, SPLAT(R(0.0)), *poison);
             CONV_TAIL(value, channel + c);
           }
           STORE_V(value, target);
         }
+      }
+      if (!last || !sums) continue;
+#pragma unroll
+      for (int jh = 0; jh < LINES_H; jh++) {
+        global REAL *const total = sums + (jd * LINES_H + jh) * LINE + j * VEC;
+        STORE_V(channel % GROUP_OC ? sum[jh] + LOAD_V(total) : sum[jh], total);
       }
     }
   }

@@ -18,14 +18,14 @@
 static void PASTE(winograd_tiles_, TILE_W)(const int taps_h, global const REAL *restrict v, const int rw,
                                            global const REAL *restrict w, const int rd, const int part,
                                            global REAL *restrict line, global const REAL *restrict operands, const int channel,
-                                           real_v *poison) {
+                                           global REAL *restrict sums, real_v *poison) {
 #if USE_TAPS_1
-  if (taps_h == 1) PASTE(winograd_tile_1x, TILE_W)(v, rw, w, rd, part, line, operands, channel, poison);
+  if (taps_h == 1) PASTE(winograd_tile_1x, TILE_W)(v, rw, w, rd, part, line, operands, channel, sums, poison);
 #endif
 #if USE_TAPS_2
-  if (taps_h == 2) PASTE(winograd_tile_2x, TILE_W)(v, rw, w, rd, part, line, operands, channel, poison);
+  if (taps_h == 2) PASTE(winograd_tile_2x, TILE_W)(v, rw, w, rd, part, line, operands, channel, sums, poison);
 #endif
 #if USE_TAPS_3
-  if (taps_h == 3) PASTE(winograd_tile_3x, TILE_W)(v, rw, w, rd, part, line, operands, channel, poison);
+  if (taps_h == 3) PASTE(winograd_tile_3x, TILE_W)(v, rw, w, rd, part, line, operands, channel, sums, poison);
 #endif
 }

@@ -5,7 +5,7 @@
 
 namespace cusim {
 
-template <class Bits, class T, class Update> T update_atomically(T *address, Update update) {
+template <class Bits, class T, class Update> T update_cell(T *address, Update update) {
     Bits *cell = reinterpret_cast<Bits *>(address);
     Bits seen = __atomic_load_n(cell, __ATOMIC_RELAXED);
     for (;;) {
@@ -19,8 +19,8 @@ template <class Bits, class T, class Update> T update_atomically(T *address, Upd
 }
 template <class T, class Update> T update_atomically(T *address, Update update) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics work on 4 or 8 bytes");
-    if constexpr (sizeof(T) == 4) return update_atomically<unsigned>(address, update);
-    else return update_atomically<unsigned long long>(address, update);
+    if constexpr (sizeof(T) == 4) return update_cell<unsigned>(address, update);
+    else return update_cell<unsigned long long>(address, update);
 }
 
 }  // namespace cusim

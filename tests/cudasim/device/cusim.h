@@ -16,7 +16,6 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
-#define __launch_bounds__(...)
 #define __grid_constant__
 #define DYN_SHARED(T, name) extern __shared__ __align__(16) T name[]
 

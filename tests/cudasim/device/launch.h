@@ -50,8 +50,8 @@ template <auto kernel> cusim_abi::Outcome run(cusim_abi::Launch &launch) {
     return run_blocks(launch, body, &arguments);
 }
 
-template <auto kernel> constexpr cusim_abi::Kernel entry(const char *name) {
-    return {name, run<kernel>, Signature<decltype(kernel)>::bytes()};
+template <auto kernel> constexpr cusim_abi::Kernel entry(const char *name, unsigned max_threads) {
+    return {name, run<kernel>, Signature<decltype(kernel)>::bytes(), max_threads};
 }
 
 }  // namespace cusim

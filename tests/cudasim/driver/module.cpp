@@ -162,9 +162,13 @@ DRIVER_API cuModuleGetGlobal(CUdeviceptr *address, size_t *bytes, CUmodule modul
 }
 
 // ---- functions
+static unsigned max_threads(CUfunction function) {
+    return std::min(cusim_abi::MAX_THREADS, function->module->contents().kernels[function->kernel].max_threads);
+}
+
 DRIVER_API cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     switch (attribute) {
-        case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
+        case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = max_threads(function); break;
         case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = function->module->static_shared_bytes(); break;
         case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = function->max_dynamic_shared; break;
         case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
@@ -289,6 +293,9 @@ static std::string check_limits(CUfunction function, const Launch &launch) {
     if (!block[0] || !block[1] || !block[2] || block[0] > 1024 || block[1] > 1024 || block[2] > 64 ||
         uint64_t(block[0]) * block[1] * block[2] > 1024)
         return "a block of " + size(block) + " threads; the limits are 1024 x 1024 x 64 and 1024 in all";
+    if (block[0] * block[1] * block[2] > max_threads(function))
+        return "a block of " + size(block) + " threads; the kernel's __launch_bounds__ are " +
+               std::to_string(max_threads(function));
     if (launch.dynamic_shared_bytes > unsigned(function->max_dynamic_shared))
         return std::to_string(launch.dynamic_shared_bytes) + " bytes of dynamic shared memory; the function's limit is " +
                std::to_string(function->max_dynamic_shared);

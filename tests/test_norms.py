@@ -1,0 +1,93 @@
+"""Layer, group, instance and batch norms of awkward rows, on every device and by every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dispatcher.problem.operator import Operator
+from tests.strategies import PLACES, Place, operator_of
+
+#: TF32 rounds what a norm is to see; the second device of a kind has the same kernels.
+HERE = [each for each in PLACES if each.precision == "fp32" and (each.backend != "cuda" or each.device == "cuda:0")]
+everywhere = pytest.mark.parametrize("place", HERE, ids=str)
+EPS = 1e-5
+
+#: Rows of a norm, longer ones as well: what is said of n elements.
+ROWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "signed": lambda noise: noise,
+    "first_is_an_outlier": lambda noise: np.where(np.arange(noise.shape[1]) == 0, 1e6, noise),
+    "last_is_an_outlier": lambda noise: np.where(np.arange(noise.shape[1]) == noise.shape[1] - 1, -1e4, noise),
+    "outlier_before_equals": lambda noise: np.where(np.arange(noise.shape[1]) == 0, 1e5, np.full_like(noise, 0.75)),
+    "offset": lambda noise: noise + 1e6,
+    "nearly_equal": lambda noise: 3.58 * (1.0 + np.round(noise) * 2.0**-22),
+    "fill_value": lambda noise: np.where(np.arange(noise.shape[1]) == 3, 1e20, noise),
+    "huge": lambda noise: noise * 1e30,
+}
+#: A step, the shape of its input, and the axes that a row lies along, with groups apart from channels.
+NORMS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "layer": ({"op": "layer_norm"}, (1, 17, 2, 1, 19), (1, 2)),
+    "group": ({"op": "group_norm", "groups": 2}, (2, 8, 2, 3, 33), (2, 3, 4, 5)),
+    "instance": ({"op": "instance_norm"}, (1, 3, 1, 4, 600), (3, 4, 5)),
+    "batch": ({"op": "batch_norm"}, (3, 4, 2, 3, 19), (0, 3, 4, 5)),
+}
+
+
+def operator_for(step: dict[str, Any], shape: tuple[int, ...]) -> Operator:
+    """A norm behind a convolution with one tap."""
+    shapes = {"x": shape, "w": (shape[1], shape[1], 1, 1, 1)}
+    return operator_of(shapes, [{"op": "conv_transpose3d", "weight": "w"}, {**step, "eps": EPS}])
+
+
+def normalised(place: Place, name: str, rows: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Results and exact results of a norm behind a convolution that changes nothing, both with a row in each line."""
+    step, shape, along = NORMS[name]
+    groups = step.get("groups", 1)
+    parted = (shape[0], groups, shape[1] // groups, *shape[2:])
+    length = int(np.prod([parted[axis] for axis in along]))
+    order = [*(axis for axis in range(6) if axis not in along), *along]
+    noise = np.random.default_rng(3).standard_normal((int(np.prod(shape)) // length, length))
+    x = rows(noise).astype(np.float32)
+    placed = x.reshape([parted[axis] for axis in order]).transpose(np.argsort(order)).reshape(shape)
+    weight = np.eye(shape[1], dtype=np.float32).reshape(shape[1], shape[1], 1, 1, 1)
+    result = place.run(operator_for(step, shape).problem, x=np.ascontiguousarray(placed), w=weight)
+    long = x.astype(np.longdouble) - x[:, :1]
+    long -= long.mean(1, keepdims=True)
+    exact = long / np.sqrt(np.square(long).mean(1, keepdims=True) + EPS)
+    return result.reshape(parted).transpose(order).reshape(x.shape), exact.astype(np.float64)
+
+
+def holds(place: Place, name: str) -> None:
+    """Errors are some roundings of the largest deviation in a row; equal values leave exactly 0."""
+    for kind, rows in ROWS.items():
+        result, exact = normalised(place, name, rows)
+        ratio = np.abs(result - exact) / (2.0**-24 * np.abs(exact).max(1, keepdims=True))
+        assert ratio.max() <= 6, (kind, ratio.max())
+    result, _ = normalised(place, name, lambda noise: np.full_like(noise, 3.58))
+    assert (result == 0).all()
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "batch"])
+@everywhere
+def test_norms_of_awkward_rows(place: Place, name: str) -> None:
+    holds(place, name)
+
+
+@pytest.mark.parametrize("name", ["group", "instance"])
+def test_norms_by_what_the_launch_before_left_of_each_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a row does not fit a cache; one of them is longer than 32 vectors."""
+    pytest.importorskip("pyopencl")
+    from dispatcher.backends.opencl import groups
+
+    monkeypatch.setattr(groups, "_place_bytes", lambda step: 1 << 40)
+    place = next((each for each in PLACES if each.backend == "opencl" and each.algorithm == "direct"), None)
+    if place is None:
+        pytest.skip("there is no OpenCL device")
+    step, shape, _ = NORMS[name]
+    launches = place.compile(operator_for(step, shape).problem).explain().launches
+    if [launch.name for launch in launches][1:] != ["normalize_given"]:
+        pytest.skip(f"{place} has no launches that leave statistics")
+    holds(place, name)
