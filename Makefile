@@ -38,6 +38,7 @@ run: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_family.py -k 'test_sample and cuda'
 	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
 
 quick: $(DEV_STAMP)

@@ -370,8 +370,8 @@ def verify_command(
         _option(
             "SET[,SET]...|all",
             "Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
-            "large, small, negative, positive, constant, integers, denormal, one_nan, one_inf. If left out: all, and "
-            "signed and positive where the reference takes long.",
+            "large, small, negative, positive, constant, integers, spikes, gaps, denormal, one_nan, one_inf. If left "
+            "out: all, and signed and positive where the reference takes long.",
         ),
     ] = None,
     seed: SeedOption = "0",

@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_small_operators_are_checked_with_every_meaningful_set() -> None:
     (result,) = dispatcher.verify(CONV, device="numpy")
     names = [check.inputs for check in result.checks]
-    assert names == ["signed", "graded", "large_mean", "integers", "denormal", "one_nan", "one_inf"]
+    assert names == ["signed", "graded", "large_mean", "integers", "spikes", "gaps", "denormal", "one_nan", "one_inf"]
     (named,) = dispatcher.verify(CONV, device="numpy", inputs="all")
     assert [check.inputs for check in named.checks] == names
     assert [check.seed for check in result.checks] == [0] * len(names)
@@ -49,7 +49,7 @@ def test_large_operators_are_checked_with_one_set_unless_asked(monkeypatch: pyte
     (result,) = dispatcher.verify(CONV, device="numpy")
     assert [check.inputs for check in result.checks] == ["signed"]
     (result,) = dispatcher.verify(CONV, device="numpy", inputs="all")
-    assert len(result.checks) == 7
+    assert len(result.checks) == 9
 
 
 def test_the_bundled_cases_are_on_the_right_side_of_the_limit() -> None:
@@ -171,7 +171,7 @@ def test_the_worst_check_gives_the_figures_and_the_reason(install_backends: Inst
     (result,) = dispatcher.verify(CONV, device="bad", seeds=2)
     assert result.outcome == "failed" and result.inputs == "one_nan"
     assert [check.outcome for check in result.checks].count("failed") == 2
-    assert f"(inputs one_nan, seed {result.seed}; 2 of 14 checks failed: one_nan)" in result.reason
+    assert f"(inputs one_nan, seed {result.seed}; 2 of 18 checks failed: one_nan)" in result.reason
     assert result.comparison is not None and result.comparison.worst_value == 0.0
     assert np.isnan(result.comparison.worst_reference)
 
@@ -184,7 +184,7 @@ def test_an_error_ends_the_checks_of_that_device_alone(install_backends: Install
     install_backends(backend)
     results = {result.device.backend: result for result in dispatcher.verify(CONV)}
     assert results["broken"].outcome == "error" and len(results["broken"].checks) == 1
-    assert results["numpy"].outcome == "passed" and len(results["numpy"].checks) == 7
+    assert results["numpy"].outcome == "passed" and len(results["numpy"].checks) == 9
     assert backend.calls == 1
 
 

@@ -222,6 +222,7 @@ class _Use:
 
     role: Role
     spread: float
+    out_axis: int = 1  # of weights: the output channels
 
 
 def _uses(operator: Operator) -> dict[str, _Use]:
@@ -236,7 +237,8 @@ def _uses(operator: Operator) -> dict[str, _Use]:
                 strides = math.prod(axis.stride for axis in geometry.axes)
                 in_group = geometry.in_channels // geometry.groups
                 products = max(in_group, in_group * geometry.kernel_volume / strides)  # a voxel, on average
-                uses.setdefault(step.weight.name, _Use("weight", 1.0 / (deviation * math.sqrt(products))))
+                spread = 1.0 / (deviation * math.sqrt(products))
+                uses.setdefault(step.weight.name, _Use("weight", spread, int(step.transposed)))
             case Normalize() if step.weight is not None:
                 uses.setdefault(step.weight.name, _Use("factor", 1.0))
             case Pointwise():
@@ -376,6 +378,7 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
     """Multiply a signed tensor, in place, by the powers of two that its set asks for; its last ``rank`` axes are
     spatial."""
     dtype = tensor.dtype.type
+    height = -min(rank, 2)  # the axis, or the only one there is
     match kind, use.role:
         case "denormal", "data":
             tensor *= dtype(np.finfo(dtype).tiny / 8)
@@ -385,12 +388,12 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
         case "spikes", "data" if tensor.dtype != np.float16:
             tensor[np.abs(tensor) == _HALF_SPIKE] *= dtype(_SPIKE / _HALF_SPIKE)
         case "gaps", "data":
-            rows = np.arange(tensor.shape[-min(rank, 2)]).reshape(-1, *(1,) * (min(rank, 2) - 1))
-            tensor *= (rows % 4 < 2).astype(dtype)
-        case "gaps", "weight" if tensor.ndim == rank + 2:
-            taps = np.moveaxis(tensor, -min(rank, 2), 0)
-            if len(taps) > 1:
-                taps[0][:, 0] = 0
+            row = np.arange(tensor.shape[height]).reshape(-1, *[1] * (-height - 1))
+            tensor *= (row % 4 < 2).astype(dtype)
+        case "gaps", "weight" if tensor.ndim == rank + 2 and tensor.shape[height] > 1:
+            first: list[slice | int] = [slice(None)] * tensor.ndim
+            first[use.out_axis], first[height] = 0, 0
+            tensor[tuple(first)] = 0
         case "large", "weight":
             tensor *= dtype(256)
         case "small", ("weight" | "term"):

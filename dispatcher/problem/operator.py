@@ -165,8 +165,9 @@ def bind(
     steps = tuple(binder.pipeline.steps)
     if not steps:
         raise InputError(f"{problem.name} computes nothing; add a step that does")
-    sizes, scalars, axes = Frozen(sizes), Frozen(scalars), binder.latest.axes
-    return Operator(problem, sizes, scalars, dtype, precision, steps, source, Frozen(shapes), axes)
+    return Operator(
+        problem, Frozen(sizes), Frozen(scalars), dtype, precision, steps, source, Frozen(shapes), binder.latest.axes
+    )
 
 
 @dataclass(frozen=True)
