@@ -230,7 +230,8 @@ CLOSED = (*BEGUN, {"outcome": "closed", "reason": "no room"})
         (Ended(-24, "SIGXCPU", BEGUN, ""), "crashed", "always"),
         (Ended(-1, "SIGHUP", BEGUN, ""), "crashed", "always"),
         (Ended(0, "", CLOSED, ""), "closed", "always"),
-        (Ended(0, "", BEGUN, ""), "failed", "always"),  # where SIGCHLD is ignored, a crash looks like this
+        (Ended(0, "", BEGUN, ""), "crashed", "always"),  # so it looks where SIGCHLD is ignored
+        (Ended(1, "", BEGUN, ""), "failed", "always"),
         (Ended(1, "", (), ""), "error", "always"),
     ],
 )

@@ -198,7 +198,7 @@ def _probe(name: str, retest: bool) -> tuple[Device, ...]:
     def killed(footprint: str) -> str:
         """What became of a child process that looked for devices; empty where it survived that."""
         listing = selftest.try_listing(module, footprint, again=retest)
-        return listing.reason if listing is not None and listing.outcome in selftest.BARRED else ""
+        return listing.reason if listing is not None and listing.outcome in ("crashed", "hung") else ""
 
     # What others have written may end a process by being imported.
     reason = "" if origin is None else killed(origin)

@@ -227,9 +227,10 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
         return SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"), lasting
     if ended.code == 0 and len(ended.reports) == 2:
         return SelfTest(**ended.reports[1]), True
+    if began and ended.code == 0:  # so it is with every crash where exit codes are lost
+        hint = "; SIGCHLD is ignored, which drivers may not survive" if sigchld_ignored() else ""
+        return SelfTest("crashed", f"ended without an answer{ended.last_line}{hint}"), False
     how = f"the process ended with exit code {ended.code}{ended.last_line}"
-    if sigchld_ignored():
-        how = f"the process ended without an answer{ended.last_line}; SIGCHLD is ignored, which drivers may not survive"
     return SelfTest("failed", f"failed: {how}") if began else SelfTest("error", f"could not be run: {how}"), False
 
 
