@@ -27,7 +27,6 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _PARTIAL = "partial-"
 _STALE_S = 3600.0
 
-
 #: What would give this process a cache.
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written to"
 _told: set[str] = set()
@@ -110,14 +109,17 @@ class FileCache:
 
     def get(self, key: str) -> bytes | None:
         """The entry of ``key``, or None when there is no intact one."""
-        return _read(self._path(key))
+        with contextlib.suppress(NoHomeError):
+            return _read(self._path(key))
+        return None
 
     def entries(self) -> Iterator[tuple[Path, bytes]]:
         """Every intact entry, with the file that it is in."""
-        for path in sorted(self.folder.glob("*")):
-            data = _read(path)
-            if data is not None:
-                yield path, data
+        with contextlib.suppress(NoHomeError):
+            for path in sorted(self.folder.glob("*")):
+                data = _read(path)
+                if data is not None:
+                    yield path, data
 
     def drop(self, key: str) -> None:
         """Keep nothing under ``key``."""
