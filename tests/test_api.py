@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 import time
 import warnings
@@ -363,6 +364,8 @@ def test_arrays_of_pyopencl(backend_device: Device) -> None:
         output = cl_array.zeros(queue, expected.shape, np.float32)
         assert dispatcher.run(CONV, device=backend_device, input=source, kernel=weights, output=output) is output
         np.testing.assert_array_equal(output.get(), expected)
+    bound = dispatcher.compile(CONV, device=backend_device, kernel=weights)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(bound))(input=tensors["input"]), expected)
     own = cl_array.to_device(queue, np.zeros(expected.size + tensors["input"].size, np.float32))
     output = own[: expected.size].reshape(expected.shape)
     taken = own[expected.size :].reshape(tensors["input"].shape)

@@ -39,7 +39,7 @@ MAPPING: dict[str, Any] = {
     "pipeline": [{"op": "scale", "by": 0.5}],
     "cases": {"small": {"n": 2}},
 }
-#: What a process of its own makes for itself, or compiles where it arrives.
+#: What compiles again where it arrives, and is equal to itself alone; test_api.py and others copy it.
 ELSEWHERE = {"CompiledOperator"}
 
 

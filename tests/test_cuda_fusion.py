@@ -408,7 +408,7 @@ def test_what_no_kernel_computes_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     unheard = Unheard("unheard", 0, op.steps[0].input_shape, op.steps[0].shape)
     assert refused(op, unheard) == "unheard: the cuda backend has no kernel for Unheard steps"
     shifted = ReductionForm("log_sum_exp", SUM, lift="exp_v(x)", finish="log_v(t)", shifted=True)
-    pool = Pool("lse_pool", 0, op.steps[0].input_shape, op.steps[0].shape, shifted, (1, 1, 1))
+    pool = Pool("lse_pool", 0, op.steps[0].input_shape, op.steps[0].shape, shifted, (1, 1, 1), (1, 1, 1))
     assert refused(op, pool).startswith("lse_pool: the cuda backend's pools do not look for the largest")
 
 

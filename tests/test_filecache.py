@@ -69,6 +69,8 @@ def test_without_a_home_nothing_is_kept_and_that_is_said_once(
     caches = FileCache("one"), FileCache("two")
     assert [cache.put("key", b"data") for cache in caches] == [False, False]
     assert [cache.get("key") for cache in caches] == [None, None]
+    assert not list(caches[0].entries())
+    caches[0].drop("key")
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert words in said and "compiled anew in every process; set XDG_CACHE_HOME" in said
     finding = next(finding for finding in diagnosis._host() if finding.subject == "cache folder")

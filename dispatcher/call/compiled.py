@@ -493,9 +493,7 @@ class CompiledOperator:
             array = _array(tensors[name] if name in tensors else self._bound.tensors[name])
             if type(array) is np.ndarray:
                 inputs[name] = host_tensor(array, program.dtype)
-            elif on_opencl(array):
-                inputs[name] = host_tensor(fetched(name, array), program.dtype)
-            elif _takes_device_arrays(choice):
+            elif _takes_device_arrays(choice) and not on_opencl(array):
                 inputs[name] = array
             else:
                 inputs[name] = host_tensor(_to_host(name, array, choice.device.id), program.dtype)
@@ -564,6 +562,8 @@ def _takes_device_arrays(choice: Choice) -> bool:
 
 
 def _to_host(name: str, array: Any, taker: str) -> np.ndarray:
+    if on_opencl(array):
+        return fetched(name, array)
     try:
         return np.asarray(array)
     except Exception as error:  # CuPy raises a TypeError, others what they like

@@ -19,7 +19,7 @@ from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import Kind, UserKernel, spelled
-from dispatcher.problem.values import unwrapped
+from dispatcher.problem.values import NOT_NUMBERS, unwrapped
 
 #: Bytes of the largest kernel file: far more than anybody writes.
 LARGEST_FILE = 1 << 24
@@ -189,7 +189,7 @@ def _evaluate(argument: str, sizes: Sizes, names: Mapping[str, int]) -> tuple[in
         raise InputError(f"{argument} is {brief(sizes)}; expected one to three sizes")
     values = []
     for part in parts:
-        if isinstance(part, bool) or not isinstance(part, numbers.Integral | str):
+        if isinstance(part, NOT_NUMBERS) or not isinstance(part, numbers.Integral | str):
             raise InputError(f"{argument} is {brief(sizes)}; expected numbers or expressions")
         try:
             expression = Expression.parse(part if isinstance(part, str) else int(part))

@@ -27,7 +27,6 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _PARTIAL = "partial-"
 _STALE_S = 3600.0
 
-
 #: What would give this process a cache.
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written to"
 _told: set[str] = set()
