@@ -71,7 +71,11 @@ inline void keep(real_v *total, real_v *lost, const real_v term) {
 // - The second pass adds up squares of deviations from the mean so found, and also the deviations: their mean, `rest`, is what the
 //   first pass missed. That is much where the shift was an outlier.
 // - Where squares would overflow, deviations are multiplied by FAR first.
-#define FAR (REAL_IS_DOUBLE ? R(0x1p-600) : R(0x1p-80))
+#if REAL_IS_DOUBLE
+#define FAR R(0x1p-600)
+#else
+#define FAR R(0x1p-80)
+#endif
 #if VEC == 1
 #define OVERFLOWS(squares) (!((squares) < INFINITY))
 #else
