@@ -30,6 +30,7 @@ from dispatcher.timing import winners
 from dispatcher.timing.tuning import TuneResult, tune
 from tests import cudasim
 from tests.cuda_support import SIMULATED, compiled, device, machine, operator, plant, simulator_only
+from tests.family import FIVE
 from tests.strategies import conv_operator, operator_of, tensors_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +93,7 @@ def remember(op: Operator, options: dict[str, Any] = CHOICE) -> None:
 
 # ---- tiles by name -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", dispatcher.problems())
+@pytest.mark.parametrize("name", FIVE)
 def test_a_name_stands_for_one_tile_and_leads_to_it(name: str, precision: str) -> None:
     op = operator(name, "kernelbench", precision)
     (task,) = halo_tasks(Setting(op, H100, Options()))
@@ -162,7 +163,7 @@ def test_each_convolution_has_a_tile_of_its_own() -> None:
 
 # ---- candidates --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", dispatcher.problems())
+@pytest.mark.parametrize("name", FIVE)
 def test_candidates_differ_and_the_default_is_first(name: str, precision: str) -> None:
     op = operator(name, "kernelbench", precision)
     found = tuning.candidates(op, H100)

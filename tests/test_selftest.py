@@ -398,7 +398,8 @@ def test_what_was_passed_over_is_said_once(
     if command[0] in ("run", "explain") and "--json" not in command:  # their reports have a line for it
         notes = []
         assert [line for line in captured.out.splitlines() if "no driver" in line] == said
-    assert captured.err.splitlines() == notes
+    # On a busy machine, a long command also says how long it will take.
+    assert [line for line in captured.err.splitlines() if not line.endswith("to go")] == notes
     assert "numpy" in captured.out
 
 
