@@ -35,7 +35,7 @@ TERMINATED = 143
 KINDS = {1: "verification", 2: "input", 3: "device", 4: "kernel"}
 
 #: Where stderr is no terminal, nothing is said of what takes less time than this, and nothing before that time.
-LONG_S, FIRST_WORD_S = 20.0, 2.0
+LONG_S, FIRST_WORD_S = 20.0, 10.0
 
 #: Takes the fraction done of something.
 Advance = Callable[[float], None]
