@@ -352,7 +352,8 @@ def test_arrays_of_pyopencl(backend_device: Device) -> None:
     import pyopencl as cl
     from pyopencl import array as cl_array
 
-    queue = cl.CommandQueue(cl.Context([OPENCL._runtime(owner).device]))
+    context = cl.Context([OPENCL._runtime(owner).device])  # which Intel's queues do not keep alive
+    queue = cl.CommandQueue(context)
     tensors = conv_tensors()
     expected = dispatcher.run(CONV, device=backend_device, **tensors)
     wide = cl_array.to_device(queue, np.repeat(tensors["input"], 2, axis=-1))
