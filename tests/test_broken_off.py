@@ -27,7 +27,7 @@ from dispatcher.interface import Device
 
 PACKAGE = str(Path(dispatcher.__file__).parent)
 #: At how many lines of which call it is broken off, at most: at all of the first one.
-POINTS = {"new weights": 400, "other sizes": 5, "compiling": 5}
+POINTS = {"new weights": 150, "other sizes": 5, "compiling": 5}
 
 Tensors = dict[str, np.ndarray]
 
