@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dispatcher.backends.cuda.sources import MAX_STAGES, keeps, refuses
+from dispatcher.backends.cuda.sources import MAX_STAGES, WINDOWS, keeps, refuses
 from dispatcher.backends.cuda.tiles import MAX_BLOCK_N
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, Step
 
@@ -129,7 +129,7 @@ def extend(epilogue: Epilogue, convolution: Convolution, step: Step, resident: b
 
 def _pool(epilogue: Epilogue, convolution: Convolution, step: Pool, resident: bool) -> Epilogue | str:
     if not step.plain:
-        return "its windows overlap, leave gaps or reach into padding"
+        return WINDOWS
     if epilogue.softmax:
         return "pooling does not follow a softmax in one launch"
     if epilogue.fold is not None:

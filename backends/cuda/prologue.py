@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dispatcher.backends.cuda.sources import MAX_STAGES, refuses
+from dispatcher.backends.cuda.sources import MAX_STAGES, WINDOWS, refuses
 from dispatcher.backends.cuda.tiles import COSTS
 from dispatcher.ops.steps import Pointwise, Pool, Step
 
@@ -64,7 +64,7 @@ def describe(steps: Sequence[Step]) -> Prologue | str:
             case Pool() if pool is not None:
                 return "one pooling is fused already"
             case Pool() if not step.plain:
-                return "its windows overlap, leave gaps or reach into padding"
+                return WINDOWS
             case Pool():
                 if math.prod(step.window) > MAX_WINDOW:
                     return f"a window of {math.prod(step.window)} elements is more than {MAX_WINDOW}"

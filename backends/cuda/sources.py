@@ -24,6 +24,8 @@ from dispatcher.ops.steps import (
 #: Most operations of a convolution's chain, and of any other one.
 MAX_STAGES = 8
 MAX_RIDERS = 16
+#: Why a pooling joins no other launch.
+WINDOWS = "its windows overlap, leave gaps or reach into padding"
 #: Most operands of a launch: a kernel's parameters have 4 KB.
 MAX_OPERANDS = 48
 #: Functions of the dialect that the kernels define (``kernels/device.cuh``).

@@ -299,7 +299,7 @@ def _refuses_halo(task: ConvTask) -> str | None:
     geometry, setting = task.step.geometry, task.setting
     if setting.options.algorithm == "fma":
         return "algorithm fma was asked for"
-    if any(axis.step > 1 for axis in geometry.axes):
+    if geometry.skips:
         return "its windows lie more than one input apart"
     if setting.operator.dtype == "float64":
         return "tensor cores are used for float32 and float16, not float64"

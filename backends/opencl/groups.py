@@ -226,6 +226,8 @@ def fold_of(pools: Sequence[Pool]) -> tuple[Fold, ReductionForm]:
     return Fold(pools[0].function, (d, h, w)), pools[0].form
 
 
+#: Why only the direct CPU kernel and the gather kernel run a convolution of which :attr:`ConvGeometry.skips` is true.
+APART = "its windows lie more than one input apart"
 #: Why a pooling is no fold.
 WINDOWS = "its windows overlap, leave gaps or reach into padding"
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl import tuned
-from dispatcher.backends.opencl.groups import Group, Part
+from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
     Lowered,
@@ -99,8 +99,8 @@ def ranked(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
-    if any(axis.step > 1 for axis in geometry.axes):
-        return "its windows lie more than one input apart"
+    if geometry.skips:
+        return APART
     return axis_reason(geometry.depth) or axis_reason(geometry.height)
 
 

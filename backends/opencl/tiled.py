@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.opencl.groups import MOST_PHASES, WINDOWS, Group, Part, Rules, channel_reason
+from dispatcher.backends.opencl.groups import APART, MOST_PHASES, WINDOWS, Group, Part, Rules, channel_reason
 from dispatcher.backends.opencl.lowered import Lowered, Table, Value, Weights, extra_arguments, planned
 from dispatcher.backends.opencl.render import (
     KernelOperands,
@@ -314,8 +314,8 @@ class TiledRules(Rules):
         self._limits, self._itemsize, self._refused = limits, itemsize, refused
 
     def opens(self, step: Convolution) -> str | None:
-        if any(axis.step > 1 for axis in step.geometry.axes):
-            return "its windows lie more than one input apart"
+        if step.geometry.skips:
+            return APART
         fits = step not in self._refused and self._fits(Task(step.geometry, False, False, self._itemsize))
         return None if fits else "the device can launch no tile of the tiled kernel"
 

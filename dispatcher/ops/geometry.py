@@ -256,6 +256,11 @@ class ConvGeometry:
         return (self.batch, self.out_channels, self.depth.output, self.height.output, self.width.output)
 
     @property
+    def skips(self) -> bool:
+        """Whether the windows of neighbouring outputs lie more than one input apart on some axis."""
+        return any(axis.step > 1 for axis in self.axes)
+
+    @property
     def kernel_volume(self) -> int:
         """Taps per channel pair: ``KD*KH*KW``."""
         return math.prod(axis.kernel for axis in self.axes)
