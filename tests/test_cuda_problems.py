@@ -27,7 +27,7 @@ LAUNCHES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def three_architectures() -> Iterator[None]:
     """Devices 0, 1 and 2 of a simulated machine, one of each architecture."""
     with machine(devices=3, arch=",".join(ARCHITECTURES)):
@@ -97,9 +97,16 @@ def test_results_repeat_to_the_bit() -> None:
     assert all(np.array_equal(first, run(tensors)) for _ in range(3))
 
 
-def test_every_launch_says_what_it_does() -> None:
-    op: Operator = operator(ACSM)
-    launches = compiled(op).launches
-    assert launches[0].steps == ("avg_pool3d",)
-    assert any("softmax" in launch.steps for launch in launches)
-    assert all(launch.algorithm and launch.detail for launch in launches)
+@simulator_only
+@pytest.mark.parametrize(
+    ("arch", "steps"),
+    [
+        ("7.5", [("avg_pool3d",), ("conv_transpose3d", "clamp"), ("softmax", "scale")]),
+        ("8.9", [("avg_pool3d", "conv_transpose3d", "clamp", "softmax", "scale")] * 2),
+    ],
+)
+def test_every_launch_says_what_it_does(arch: str, steps: list[tuple[str, ...]]) -> None:
+    with machine(devices=1, arch=arch):
+        launches = compiled(operator(ACSM)).launches
+        assert [launch.steps for launch in launches] == steps
+        assert all(launch.algorithm and launch.detail for launch in launches)
