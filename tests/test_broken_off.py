@@ -51,14 +51,18 @@ class Breaker:
         return self._line
 
     def run(self, work: Callable[[], Any]) -> None:
-        """Do some work, which may be broken off."""
-        before = sys.gettrace()
+        """Do some work, which may be broken off. Finalizers fail of that alone."""
+        before, reports = sys.gettrace(), sys.unraisablehook
+        others: list[Any] = []
+        sys.unraisablehook = lambda unraisable: others.append(unraisable.exc_value)
         sys.settrace(self)
         try:
             with contextlib.suppress(self.error, DispatcherError):  # what we make of a MemoryError
                 work()
         finally:
             sys.settrace(before)
+            sys.unraisablehook = reports
+        assert all(isinstance(error, self.error) for error in others), others
 
 
 def breakers(work: Callable[[], Any], most: int) -> list[Breaker]:
