@@ -4,7 +4,8 @@
 
 Each problem at its largest published case, whole batch, planned as for an H200: the launches, their estimated time
 (multiply-adds and tensor cores by the model, other launches by the bytes that they move; never less than what the ideal
-bytes take), and the least time that bytes and products allow. Nothing of this is a measurement: the model was fitted to five problems (docs/cuda.md).
+bytes take), and the least time that bytes and products allow. Nothing
+of this is a measurement: the model was fitted to five problems (docs/cuda.md).
 """
 
 from __future__ import annotations
@@ -92,15 +93,15 @@ def main() -> int:
     titles = ("problem", "convolution", "batch", "launches", "fp32, ms", "floor", "ratio", "tf32, ms", "floor", "ratio")
     print("# Expected times on an H200, by the cost model")
     print(
-        "\nMade by `python bench/cuda_family.py`: estimates at the largest published case, not measurements. *Floor* is "
-        "the larger of\nideal bytes at 4.2 TB/s and FLOPs at 409 TFLOP/s (fp32: three times the FLOPs). Furthest from it "
-        "first.\n"
+        "\nMade by `python bench/cuda_family.py`: estimates at the largest published case, not measurements. *Floor* "
+        "is the larger of\nideal bytes at 4.2 TB/s and FLOPs at 409 TFLOP/s (fp32: three times the FLOPs). Furthest "
+        "from it first.\n"
     )
     print("\n".join(markdown(titles, [row for _, row in sorted(rows, key=lambda row: -row[0])])))
     missing = {text: name for text, name in used.items() if text not in sampled}
     print(
-        f"\n## Kernels\n\nThe launches above are {len(used)} variants of the kernels. `make test` runs the samples, in float32, "
-        f"on a simulated\ndevice; they have all of these variants but {len(missing)}, which other tests run:\n"
+        f"\n## Kernels\n\nThe launches above are {len(used)} variants of the kernels. `make test` runs the samples, in "
+        f"float32, on a simulated\ndevice; they have all of these variants but {len(missing)}, which other tests run:\n"
     )
     print("\n".join(f"- {text}: `{name}`" for text, name in sorted(missing.items())))
     print("\nAll of them: " + "; ".join(sorted(used)) + ".")
