@@ -12,7 +12,7 @@ from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyo
 from dispatcher.backends.opencl.icd import remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, first_line
-from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
+from dispatcher.interface import Device, Executable, ExportRequest, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
@@ -81,6 +81,12 @@ class OpenClBackend:
         if parsed.algorithm == "auto" and not runtime.facts.cpu:
             parsed = replace(parsed, algorithm="tiled")
         return OpenClExecutable(runtime, operator, parsed)
+
+    def export(self, request: ExportRequest) -> tuple[dict[str, Any], list[str], bytes]:
+        """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
+        from dispatcher.backends.opencl.exporting import export
+
+        return export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""
