@@ -360,6 +360,66 @@ def export_command(
         say("\n".join(f"wrote {path}" for path in files))
 
 
+@app.command("map")
+def map_command(
+    problem: ProblemArgument,
+    input_path: Annotated[str, _option("X.npy|X.zarr", "The tensor that the pipeline begins with.", "--input")],
+    output: Annotated[str, _option("Y.npy|Y.zarr", "Where to put the result.", "--output")],
+    tensor: Annotated[list[str] | None, _option("NAME=FILE.npy", "Another tensor. Repeatable.")] = None,
+    device: DeviceOption = None,
+    case: Annotated[str | None, _option("C", "Named case for what nothing else says.")] = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    chunk: Annotated[str | None, _option("N", "Batch items at a time; about 32 MB of them if left out.")] = None,
+    workers: Annotated[str | None, _option("N", "Processes of this machine; this one if left out.")] = None,
+    scheduler: Annotated[str | None, _option("ADDRESS", "A Dask scheduler, whose workers see the files.")] = None,
+    resume: Annotated[bool, _flag("Do what is missing of a call that was broken off.", "--resume")] = False,
+    self_test: SelfTestOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Apply a problem to an array in a file, in chunks of its batch.
+
+    The array may be larger than memory.
+    """
+    from dispatcher.device.selection import parse_request
+    from dispatcher.problem import commandline
+    from dispatcher.problem.arguments import parse_assignments
+    from dispatcher.problem.loader import load_problem
+    from dispatcher.scale.mapping import map_files
+    from dispatcher.scale.storage import check_path, open_array
+
+    loaded = load_problem(problem)
+    commandline.check_choices(dtype, precision)
+    parse_request(device)
+    if workers is not None and scheduler is not None:
+        raise InputError("--workers and --scheduler are both given; a scheduler has workers already")
+    counts = {
+        name: None if text is None else commandline.whole_number(f"--{name}", text, 1)
+        for name, text in (("chunk", chunk), ("workers", workers))
+    }
+    source, target = check_path("--input", input_path), check_path("--output", output)
+    streams.output_path("--output", str(target.with_suffix("")))
+    arguments = parse_assignments(loaded, settings or [], "--set")
+    arguments |= commandline.read_tensors(loaded, tensor or [])
+    items = open_array(source).shape[0]
+    with progress("mapping", items=f"{items} items") as advance:
+        try:
+            mapped = map_files(
+                loaded, source, target, arguments, case=case, dtype=dtype, precision=precision, device=device,
+                scheduler=scheduler, resume=resume, progress=advance, **counts,
+            )  # fmt: skip
+        except (KeyboardInterrupt, streams.Terminated):
+            note("what is done is kept; go on with the same command and --resume")
+            raise
+    if as_json:
+        answer("map", {**mapped.as_dict(), "output": str(target)})
+    else:
+        words.say_mapped(mapped, target)
+
+
 @app.command("explain")
 def explain_command(
     problem: ProblemArgument,
