@@ -401,7 +401,6 @@ def map_command(
         for name, text in (("chunk", chunk), ("workers", workers))
     }
     source, target = check_path("--input", input_path), check_path("--output", output)
-    streams.output_path("--output", str(target.with_suffix("")))
     arguments = parse_assignments(loaded, settings or [], "--set")
     arguments |= commandline.read_tensors(loaded, tensor or [])
     items = open_array(source).shape[0]

@@ -122,6 +122,8 @@ def test_what_cannot_come_in_chunks_is_refused(source: Path, tmp_path: Path) -> 
         map_files(PROBLEM, source, tmp_path / "y.npy", {}, case="sample")
     with pytest.raises(InputError, match="output a place of its own"):
         mapped(source, source)
+    with pytest.raises(InputError, match="does not exist; make it first"):
+        mapped(source, tmp_path / "no" / "y.npy")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path, expected: np.ndarray) -> None:
@@ -184,7 +186,7 @@ def test_a_dask_array_is_mapped_when_it_is_computed(expected: np.ndarray) -> Non
     lazy = scaled.map(PROBLEM, da.from_array(X, chunks=(4, 2, -1, -1)), device="numpy", **GIVEN)
     assert lazy.chunks == ((4, 4, 3), (4,), (4,), (5,))
     assert (lazy.dtype, type(lazy._meta)) == (np.float32, np.ndarray)
-    for scheduler in ("synchronous", "threads"):
+    for scheduler in ("threads", "processes"):
         np.testing.assert_array_equal(lazy.compute(scheduler=scheduler), expected)
     with pytest.raises(InputError, match="given twice"):
         scaled.map(PROBLEM, X, input=X)

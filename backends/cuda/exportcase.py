@@ -6,6 +6,7 @@ from dispatcher.backends.cuda.convolution import HaloTables
 from dispatcher.backends.cuda.exporttext import Sections, array, assignments, field, parameters_type
 from dispatcher.backends.cuda.program import BLOCK, C_TYPES, Launch, PackedWeight, Program, Reference
 from dispatcher.backends.cuda.toolkit import Kernel
+from dispatcher.ops.symbols import c_text
 
 
 class CaseText:
@@ -45,7 +46,7 @@ class CaseText:
         """Whether the arguments are this case's, on a device that has what its kernels need."""
         operator, launches = self.program.operator, self.program.launches
         numbers = {**operator.sizes, **operator.scalars}
-        equal = [f"{field(name)} == {number!r}" for name, number in numbers.items()]
+        equal = [f"{field(name)} == {c_text(number)}" for name, number in numbers.items()]
         pointers = [*operator.tensor_shapes, operator.problem.output.name]
         suited = [f"aligned({field(name)})" for name in pointers]
         architecture = 80 if any(launch.name == "conv_halo" for launch in launches) else 0

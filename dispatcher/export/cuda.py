@@ -81,6 +81,7 @@ def _filled(template: str, request: ExportRequest) -> str:
             "nullptr" if parameter.type == "tensor" else _cast(parameter.type, spelled(parameter.name, "cu"))
             for parameter in problem.parameters
         ),
+        "INCLUDE": "#include <cuda_fp16.h>\n" if dtype == "float16" else "",
         "TENSORS": ", ".join(tensors),
     }
     return re.sub(r"@(\w+)@", lambda found: values[found[1]], template)
@@ -111,7 +112,7 @@ extern "C" void solution(@PARAMETERS@) {
 
 _HEADER = """\
 #pragma once
-#include <stddef.h>
+@INCLUDE@#include <stddef.h>
 
 #ifdef __cplusplus
 extern "C" {

@@ -157,6 +157,10 @@ def _model(operator: Operator) -> str:
         for inner, tensor in held.items()
     }
     given = [tensor.name for tensor in inputs(problem)]
+    for step in operator.convolutions:  # of problems without a channel axis
+        shape = operator.tensor_shapes[step.weight.name]
+        if len(shape) < problem.rank + 2:
+            places[step.weight.name] += f".view({', '.join(map(str, shape))})"
     arguments = ", ".join(places.get(tensor.name, spelled(tensor.name)) for tensor in problem.tensors)
     layers_text = "".join(f"        self.{name} = {expression}\n" for name, (expression, _) in made.items())
     return _CLASS.format(layers=layers_text, inputs=", ".join(map(spelled, given)), arguments=arguments)

@@ -136,6 +136,8 @@ def map_files(
     array, name = open_array(source), input_name(problem)
     if source == output:
         raise InputError(f"input and output are both {str(source)!r}; give the output a place of its own")
+    if not output.parent.is_dir():
+        raise InputError(f"the folder {str(output.parent)!r} does not exist; make it first")
     whole = stand_in(tuple(array.shape), array.dtype)
     plan = plan_batch(problem, {name: whole, **arguments}, case=case, dtype=dtype, precision=precision)
     others = sorted(plan.batched - {name})
