@@ -274,7 +274,7 @@ class Exporter(Protocol):
     """What a backend offers whose programs run without us too."""
 
     def export(self, request: ExportRequest) -> Any:
-        """The programs: a text, or JSON and texts by file name, as the backend's language has it.
+        """The programs, as the backend's language has them; :mod:`dispatcher.export` knows what comes of each backend.
 
         Raises:
             InputError: it cannot export that, or knows no such device class.

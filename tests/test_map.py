@@ -187,7 +187,7 @@ def test_a_dask_array_is_mapped_when_it_is_computed(expected: np.ndarray) -> Non
     assert lazy.chunks == ((4, 4, 3), (4,), (4,), (5,))
     assert (lazy.dtype, type(lazy._meta)) == (np.float32, np.ndarray)
     for scheduler in ("threads", "processes"):
-        np.testing.assert_array_equal(lazy.compute(scheduler=scheduler), expected)
+        np.testing.assert_array_equal(lazy.compute(scheduler=scheduler, num_workers=1), expected)
     with pytest.raises(InputError, match="given twice"):
         scaled.map(PROBLEM, X, input=X)
 

@@ -118,8 +118,8 @@ class CudaBackend:
         """Use ``options`` for ``operator`` on GPUs of this model from now on."""
         return tuning.remember(operator, *_opened(device), options, gain)
 
-    def export(self, request: ExportRequest) -> str:
-        """See :class:`dispatcher.interface.Exporter`: C++ text, as :func:`exporting.export` says."""
+    def export(self, request: ExportRequest) -> tuple[str, int]:
+        """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
         return exporting.export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:

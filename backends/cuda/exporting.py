@@ -31,8 +31,9 @@ DEVICE_CLASSES = {
 }
 
 
-def export(request: ExportRequest) -> str:
-    """The text; it defines ``Arguments``, ``memory_bytes`` and ``enqueue`` in the namespace ``kernel_dispatcher``.
+def export(request: ExportRequest) -> tuple[str, int]:
+    """The text, and the architecture of the device class, such as 90. The text defines ``Arguments``, ``memory_bytes``
+    and ``enqueue`` in the namespace ``kernel_dispatcher``.
 
     Raises:
         InputError: there is no such device class.
@@ -67,7 +68,8 @@ def export(request: ExportRequest) -> str:
         _ENDS,
         "}  // namespace kernel_dispatcher\n",
     ]
-    return "#include <cuda_fp16.h>\n#include <cuda_runtime.h>\n\n" + "\n".join(part for part in parts if part)
+    includes = "#include <cuda_fp16.h>\n#include <cuda_runtime.h>\n\n"
+    return includes + "\n".join(part for part in parts if part), target.architecture
 
 
 _GUARD = """\

@@ -13,22 +13,24 @@ from dispatcher.problem.userkernel import spelled
 
 def tensara(request: ExportRequest, target: Path) -> dict[Path, str]:
     """One file with ``extern "C" void solution(...)``, whose tensors are on the device."""
-    how = f"nvcc -std=c++20 -O2 -arch=sm_90a -shared -Xcompiler -fPIC -o solution.so {target.name}"
-    return {target: head(request, how) + body(request) + "\n" + _filled(_SOLUTION, request)}
+    text, architecture = body(request)
+    how = f"nvcc -std=c++20 -O2 -arch=sm_{architecture} -shared -Xcompiler -fPIC -o solution.so {target.name}"
+    return {target: head(request, how) + text + "\n" + _filled(_SOLUTION, request)}
 
 
 def c_api(request: ExportRequest, target: Path) -> dict[Path, str]:
     """A file, and a header with two C functions: how much memory a call needs, and the call."""
     header = target.with_suffix(".h")
-    how = f"nvcc -std=c++17 -O2 -arch=sm_90 -c {target.name}; include {header.name} where it is called"
+    text, architecture = body(request)
+    how = f"nvcc -std=c++17 -O2 -arch=sm_{architecture} -c {target.name}; include {header.name} where it is called"
     top = head(request, how)
-    return {header: top + _filled(_HEADER, request), target: top + body(request) + "\n" + _filled(_API, request)}
+    return {header: top + _filled(_HEADER, request), target: top + text + "\n" + _filled(_API, request)}
 
 
-def body(request: ExportRequest) -> str:
-    """All but the functions that others call."""
-    text: str = registry.backend("cuda").export(request)  # type: ignore[attr-defined]
-    return text
+def body(request: ExportRequest) -> tuple[str, int]:
+    """All but the functions that others call, and the architecture that it is made for."""
+    text, architecture = registry.backend("cuda").export(request)  # type: ignore[attr-defined]
+    return text, architecture
 
 
 def head(request: ExportRequest, how: str, mark: str = "//", usual: str = "h100") -> str:

@@ -27,7 +27,7 @@ _ELEMENTS = {"float16": "at::Half", "float32": "float", "float64": "double"}
 def write(request: ExportRequest, target: Path) -> dict[Path, str]:
     """The file."""
     operator = next(iter(request.cases.values()))
-    program = body(request) + "\n" + _binding(request, operator)
+    program = body(request)[0] + "\n" + _binding(request, operator)
     text = re.sub(rf"\b({'|'.join(_WORDS)})\b", lambda found: _WORDS[found[1]], program)
     name = identifier(request.problem.name)
     source = (
