@@ -35,7 +35,7 @@ PLACE = next((place for place in reversed(DEVICES) if place.backend == "opencl")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, built."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None or PLACE is None:
+    if compiler is None or PLACE is None or PLACE.missing:
         pytest.skip("needs a C++ compiler and an OpenCL device")
     program = tmp_path_factory.mktemp("host") / "opencl_host"
     source = Path(__file__).with_name("opencl_host.cpp")
