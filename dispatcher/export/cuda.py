@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from dispatcher import __version__, registry
 from dispatcher.check.kernelfile import parameter_list
-from dispatcher.interface import ExportRequest
+from dispatcher.interface import Exporter, ExportRequest
 from dispatcher.problem.userkernel import spelled
 
 
@@ -29,8 +30,15 @@ def c_api(request: ExportRequest, target: Path) -> dict[Path, str]:
 
 def body(request: ExportRequest) -> tuple[str, int]:
     """All but the functions that others call, and the architecture that it is made for."""
-    text, architecture = registry.backend("cuda").export(request)  # type: ignore[attr-defined]
+    text, architecture = exported(request, "cuda")
     return text, architecture
+
+
+def exported(request: ExportRequest, name: str) -> Any:
+    """What the backend of that name makes of it."""
+    backend = registry.backend(name)
+    assert isinstance(backend, Exporter), f"backend {name} exports nothing"
+    return backend.export(request)
 
 
 def head(request: ExportRequest, how: str, mark: str = "//", usual: str = "h100") -> str:

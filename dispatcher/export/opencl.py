@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dispatcher import registry
-from dispatcher.export.cuda import head
+from dispatcher.export.cuda import exported, head
 from dispatcher.interface import ExportRequest
 
 
 def write(request: ExportRequest, target: Path) -> dict[Path, str | bytes]:
     """The JSON file, and beside it a source for each launch and the data."""
-    document, sources, data = registry.backend("opencl").export(request)  # type: ignore[attr-defined]
+    document, sources, data = exported(request, "opencl")
     names = [target.with_name(f"{target.stem}_{number}.cl") for number in range(len(sources))]
     data_file = target.with_suffix(".bin")
     how = f"clBuildProgram with {document['build_options']}; {target.name} says how it is launched"
