@@ -1,8 +1,8 @@
 """The backend interface, on one screen.
 
 A backend is a module-level object with the three methods of :class:`Backend`; what it may offer besides are
-:class:`Measurable`, :class:`Tunable`, :class:`KernelHost` and :class:`Exporter`. Buffers, queues, contexts and caches are
-its own business.
+:class:`Measurable`, :class:`Tunable`, :class:`KernelHost` and :class:`Exporter`. Buffers, queues, contexts and caches
+are its own business.
 """
 
 from __future__ import annotations
