@@ -15,7 +15,7 @@ from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.sources import unknown
 from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.userkernel import check_kernel, load_kernel
-from dispatcher.errors import DeviceError
+from dispatcher.errors import DeviceError, InputError
 from dispatcher.interface import Device, ExportRequest, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
@@ -120,6 +120,10 @@ class CudaBackend:
 
     def export(self, request: ExportRequest) -> tuple[str, int]:
         """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
+        for operator in request.cases.values():
+            reason = self.supports(operator, Device("cuda", 0, "exported", "gpu"))
+            if reason is not None:
+                raise InputError(f"{request.problem.name} cannot be exported: {reason}")
         return exporting.export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from dispatcher.backends.opencl.icd import remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
-from dispatcher.errors import DeviceError, first_line
+from dispatcher.errors import DeviceError, InputError, first_line
 from dispatcher.interface import Device, Executable, ExportRequest, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
@@ -86,6 +86,10 @@ class OpenClBackend:
         """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
         from dispatcher.backends.opencl.exporting import export
 
+        for operator in request.cases.values():
+            reason = next((reason for step in operator.steps if (reason := _no_form(step))), None)
+            if reason is not None:
+                raise InputError(f"{request.problem.name} cannot be exported: {reason}")
         return export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
