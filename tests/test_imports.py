@@ -42,6 +42,9 @@ ROOMS = (
     "call",
     "check",
     "timing",
+    "export",
+    "scale",
+    "dask",
     "report",
 )
 
@@ -57,6 +60,7 @@ INTERFACE = {
     "dispatcher.ops.forms",
     "dispatcher.ops.geometry",
     "dispatcher.ops.steps",
+    "dispatcher.ops.symbols",
     "dispatcher.ops.vocabulary",
     "dispatcher.plan.groups",
     "dispatcher.problem.model",
