@@ -114,6 +114,7 @@ ANY_SIZES: dict[str, Any] = {
         {"op": "leaky_relu", "slope": "slope"},
         {"op": "add", "value": "x"},
         {"op": "max_pool2d", "window": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+        {"op": "adaptive_avg_pool2d", "size": [2, 3]},
         {"op": "log_softmax", "axis": "axis"},
     ],
     "cases": {
