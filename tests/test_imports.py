@@ -42,6 +42,7 @@ ROOMS = (
     "call",
     "check",
     "timing",
+    "torch",
     "report",
 )
 
