@@ -247,6 +247,7 @@ def conv_operator(
     after: Sequence[Any] = (),
     dtype: str = "float32",
     extra: Mapping[str, Sequence[int]] | None = None,
+    op: str = "conv_transpose3d",
     **options: Any,
 ) -> Operator:
     """A pipeline around one convolution of an input ``x`` with weights ``w`` and perhaps a bias ``b``.
@@ -258,11 +259,13 @@ def conv_operator(
         before: steps before the convolution, which keep the channels.
         after: steps behind it.
         extra: shapes of the tensors that those steps read.
+        op: ``conv_transpose3d`` or ``conv3d``.
         **options: fields of the convolution.
     """
     groups = options.get("groups", 1)
-    shapes = {"x": tuple(shape), "w": (shape[1], out_channels // groups, *kernel), **(extra or {})}
-    step = {"op": "conv_transpose3d", "weight": "w", **options}
+    weight = (out_channels, shape[1] // groups) if op == "conv3d" else (shape[1], out_channels // groups)
+    shapes = {"x": tuple(shape), "w": (*weight, *kernel), **(extra or {})}
+    step = {"op": op, "weight": "w", **options}
     if bias:
         shapes["b"], step["bias"] = (out_channels,), "b"
     return operator_of(shapes, [*before, step, *after], dtype)
