@@ -430,7 +430,7 @@ def map_command(
     verbose: VerboseOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Apply a problem to an array in a file, in chunks of its batch.
+    """Apply a problem to an array in a file, chunk by chunk.
 
     The array may be larger than memory.
     """
