@@ -269,7 +269,7 @@ def import_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make a problem of a PyTorch module in a Python file, which is run for that."""
+    """Run a Python file and make a problem of the PyTorch module in it."""
     from pathlib import Path
 
     from dispatcher.call import modelfile
