@@ -269,7 +269,7 @@ def import_command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run a Python file and make a problem of the PyTorch module in it."""
+    """Make a problem of the PyTorch module in a Python file."""
     from pathlib import Path
 
     from dispatcher.call import modelfile
