@@ -45,6 +45,7 @@ ROOMS = (
     "export",
     "scale",
     "dask",
+    "torch",
     "report",
 )
 
