@@ -312,15 +312,15 @@ def pool(form: ReductionForm) -> Builder:
                 raise binding.fail(
                     f"padding on axis {name} is {max(before, after)}; it must be at most half the window ({reach})"
                 )
-            if reach > extent + before + after:
-                raise binding.fail(
-                    f"window on axis {name} is {reach}, larger than its input ({extent + before + after}); the output "
-                    "would be empty"
-                )
             left = extent + before + after - reach
             count = left // stride[i] + 1
             if binding["ceil_mode"] and left % stride[i] and count * stride[i] < extent + before:
                 count += 1  # one more, which begins inside the input or its padding before it
+            if count < 1:
+                raise binding.fail(
+                    f"window on axis {name} is {reach}, larger than its input ({extent + before + after}); the output "
+                    "would be empty"
+                )
             pooled.append(count)
             pairs.append((before, after))
         if divisor is not None and divisor < 1:
