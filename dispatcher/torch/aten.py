@@ -156,6 +156,20 @@ def _softshrink(graph: Graph, x: Any, lambd: Any, **_: Any) -> Array:
     return combined(graph, "subtract", x, chain(graph, x, ("clamp", {"min": -bound, "max": bound})))
 
 
+@handles("gt", "ge")
+def _above(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    return chain(graph, x, ("gt", {"value": number_of(other)}))
+
+
+@handles("where")
+def _where(graph: Graph, condition: Any, x: Any = None, other: Any = None, **_: Any) -> Array:
+    """``x`` where ``x > 0``, else ``slope * x``."""
+    above, value, below = (array_of(each).value for each in (condition, x, other))
+    if (above.op, above.operand, below.op) != ("gt", 0.0, "scale") or not above.source is below.source is value:
+        raise RefusedError("of all choices, only x where x > 0, else slope * x, has a step")
+    return chain(graph, x, ("leaky_relu", {"slope": number_of(below.operand)}))
+
+
 @handles("pow")
 def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
     power = number_of(exponent)

@@ -38,6 +38,11 @@ def settled(extent: Extent) -> Extent:
     return int(extent.node.expr) if known else extent
 
 
+def example(extent: Extent) -> int:
+    """What an extent is in the example inputs."""
+    return extent if isinstance(extent, int) else int(extent.node.hint)
+
+
 def fixed(extent: Extent) -> int:
     """An extent that does not vary.
 
@@ -234,7 +239,7 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
             symbol = extent.node.expr
             if symbol.is_Symbol and symbol not in sizes:
                 sizes[symbol] = names.new(word)
-                hints[sizes[symbol]] = int(extent.node.hint)
+                hints[sizes[symbol]] = example(extent)
             extents.append(_expression(symbol, sizes))
         parameters[called[key]] = extents
     parameters["output"] = "output"
