@@ -32,6 +32,8 @@ from dispatcher.registry import BACKENDS
 
 MOST_PRODUCTS = 400_000
 MOST_ELEMENTS = 60_000
+#: A factor on the number of random examples and seeds.
+EXAMPLES = float(os.environ.get("DISPATCHER_TEST_EXAMPLES", "1"))
 CHANNELS = (1, 2, 3, 4, 5, 7, 8, 16, 33, 257)
 AXES = ("batch", "channel", "depth", "height", "width")
 
@@ -160,13 +162,9 @@ every_brisk_place = pytest.mark.parametrize("place", BRISK, ids=str)
 
 
 def thorough(examples: int) -> settings:
-    """Settings for so many examples, the same ones in every run, however long each takes.
-
-    The environment variable ``DISPATCHER_TEST_EXAMPLES`` is a factor on their number.
-    """
-    factor = float(os.environ.get("DISPATCHER_TEST_EXAMPLES", "1"))
+    """Settings for so many examples, times :data:`EXAMPLES`, the same ones in every run, however long each takes."""
     return settings(
-        max_examples=max(1, round(factor * examples)),
+        max_examples=max(1, round(EXAMPLES * examples)),
         derandomize=True,
         deadline=None,
         database=None,
@@ -247,6 +245,7 @@ def conv_operator(
     after: Sequence[Any] = (),
     dtype: str = "float32",
     extra: Mapping[str, Sequence[int]] | None = None,
+    op: str = "conv_transpose3d",
     **options: Any,
 ) -> Operator:
     """A pipeline around one convolution of an input ``x`` with weights ``w`` and perhaps a bias ``b``.
@@ -258,11 +257,13 @@ def conv_operator(
         before: steps before the convolution, which keep the channels.
         after: steps behind it.
         extra: shapes of the tensors that those steps read.
+        op: ``conv_transpose3d`` or ``conv3d``.
         **options: fields of the convolution.
     """
     groups = options.get("groups", 1)
-    shapes = {"x": tuple(shape), "w": (shape[1], out_channels // groups, *kernel), **(extra or {})}
-    step = {"op": "conv_transpose3d", "weight": "w", **options}
+    weight = (out_channels, shape[1] // groups) if op == "conv3d" else (shape[1], out_channels // groups)
+    shapes = {"x": tuple(shape), "w": (*weight, *kernel), **(extra or {})}
+    step = {"op": op, "weight": "w", **options}
     if bias:
         shapes["b"], step["bias"] = (out_channels,), "b"
     return operator_of(shapes, [*before, step, *after], dtype)
@@ -463,7 +464,20 @@ def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Re
 
 # ---- random pipelines --------------------------------------------------------------------------------------
 POINTWISE_SIMPLE = (
-    *("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish", "mish", "elu", "selu", "softsign"),
+    *(
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "softplus",
+        "hardswish",
+        "mish",
+        "elu",
+        "selu",
+        "softsign",
+    ),
     *("abs", "square", "hardtanh"),
 )
 WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum")

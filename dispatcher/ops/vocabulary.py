@@ -33,7 +33,8 @@ from dispatcher.ops.binding import (
     squeeze,
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import AXES, Pool, Softmax
+from dispatcher.ops.steps import AXES, Pool, ScalarOperand, Softmax, ValueOperand
+from dispatcher.ops.symbols import Symbol
 
 
 # ---- operations that others make up ------------------------------------------------------------------------
@@ -53,6 +54,15 @@ def build_rms_norm(binding: Binding) -> None:
         binding.then("scale", result, by=weight)
 
 
+def build_gelu_tanh(binding: Binding) -> None:
+    """``in/2 * (1 + tanh(u))``, which is ``in * sigmoid(2u)``, for ``u = sqrt(2/pi) * (in + 0.044715 * in^3)``."""
+    x = ValueOperand(binding.source, binding.input_shape)
+    slope = 2 * math.sqrt(2 / math.pi)
+    cubic = binding.then("scale", binding.then("square"), by=ScalarOperand(slope * 0.044715))
+    twice = binding.then("scale", binding.then("add", cubic, value=ScalarOperand(slope)), by=x)
+    binding.then("scale", binding.then("sigmoid", twice), by=x)
+
+
 def adaptive(op: str, form: ReductionForm) -> Builder:
     """Pool to a given size: with windows side by side where that comes out even, else with some that overlap."""
 
@@ -62,9 +72,10 @@ def adaptive(op: str, form: ReductionForm) -> Builder:
             if sizes[place] < 1:
                 raise binding.fail(f"size on axis {name} is {sizes[place]}; it must be 1 or more")
         pairs = list(zip(extents, sizes, strict=True))
-        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most.
-        window = tuple(-(-(extent + size - math.gcd(extent, size)) // size) for extent, size in pairs)
-        if all(extent % size == 0 for extent, size in pairs):
+        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most; the gcd of symbols is 1 at least.
+        known = not any(isinstance(number, Symbol) for pair in pairs for number in pair)
+        window = tuple(-(-(extent + size - (math.gcd(extent, size) if known else 1)) // size) for extent, size in pairs)
+        if known and all(extent % size == 0 for extent, size in pairs):
             binding.then(op, window=window)
         else:
             base = binding.base((*binding.input_shape[:2], *sizes))
@@ -198,6 +209,9 @@ VOCABULARY: dict[str, Operation] = {
             onnx="Gelu",
         ),
         "in/2 * (1 + erf(in/sqrt(2)))",
+    ),
+    "gelu_tanh": Operation(
+        (), build_gelu_tanh, "in/2 * (1 + tanh(sqrt(2/pi) * (in + 0.044715 * in^3))), the approximation of gelu"
     ),
     "relu": pointwise(
         PointwiseForm("relu", "x < C(0.0) ? C(0.0) : x", cheap=True, integral=True, torch="torch.relu", onnx="Relu"),
