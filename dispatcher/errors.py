@@ -47,6 +47,10 @@ class BusyError(DeviceError):
     """Other programs keep the machine so busy that its times would mean nothing."""
 
 
+class UnsupportedError(DispatcherError, NotImplementedError):
+    """Something that another library can do, and that has no counterpart here, or the other way round."""
+
+
 class KernelError(DispatcherError, RuntimeError):
     """A kernel failed to build or to run on a device that was asked for."""
 

@@ -25,7 +25,7 @@ from dispatcher.problem.operator import Operator
 MAX_GRID = 2**31 - 1
 BLOCK = 256  # threads, where a kernel has no tile
 
-_C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
+_C_TYPES = {"float16": "half_t", "bfloat16": "bfloat_t", "float32": "float", "float64": "double"}
 
 
 @dataclass(frozen=True)
