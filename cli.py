@@ -251,6 +251,56 @@ def show_command(
         words.say_problem(described)
 
 
+@app.command("import")
+def import_command(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.py", help="With class Model, get_inputs() and perhaps get_init_inputs().")
+    ],
+    output: Annotated[
+        str | None, _option("FILE.yaml", "Where to write the problem; it is printed if left out.", "--output", "-o")
+    ] = None,
+    weights: Annotated[str | None, _option("FILE.npz", "Where to write the module's weights.")] = None,
+    name: Annotated[str | None, _option("NAME", "Of the problem; that of the file if left out.")] = None,
+    evaluate: Annotated[
+        bool, _flag("Import what the module does in evaluation mode; else in the mode it is made in.", "--eval")
+    ] = False,
+    timeout: Annotated[str, _option("SECONDS", "For running the file and capturing the module.")] = "300",
+    trust: Annotated[bool, _flag("Run the file, in a process of its own.", "--trust")] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a problem of a PyTorch module in a Python file, which is run for that."""
+    from pathlib import Path
+
+    from dispatcher.call import modelfile
+    from dispatcher.device.childprocess import LONGEST_S
+    from dispatcher.problem import commandline
+
+    limit = commandline.seconds_above_zero("--timeout", timeout, LONGEST_S)
+    target = None if output is None else streams.output_path("--output", output)
+    tensors = None if weights is None else streams.output_path("--weights", weights)
+    path = Path(file)
+    modelfile.check_file(path)
+    if not trust:
+        raise InputError(
+            f"{file}: to import it is to run its Python code with your rights: all that it says, then Model, "
+            "get_init_inputs and get_inputs; look at it, and give --trust if you trust it"
+        )
+    with progress(f"importing {file}"):
+        found = modelfile.import_file(path, weights=tensors, name=name, evaluate=evaluate, timeout_s=limit)
+    if target is not None:
+        streams.write_text(target, found.yaml)
+    places = {"output": target and str(target), "weights": tensors and str(tensors)}
+    if as_json:
+        answer("import", {"yaml": found.yaml, "tensors": dict(found.tensors), **places})
+    elif target is None:
+        say(found.yaml.removesuffix("\n"))
+    else:
+        say(f"written   {target}")
+        if tensors is not None:
+            say(f"weights   {tensors}, {len(found.tensors)} tensors")
+
+
 @app.command("run")
 def run_command(
     problem: ProblemArgument,

@@ -37,6 +37,20 @@ class GeometryError(InputError):
     """Sizes that are legal one by one do not make a legal operator together."""
 
 
+class UnsupportedError(InputError, NotImplementedError):
+    """What one library can do has no counterpart in the other: a module of PyTorch does what the vocabulary has no step
+    for, say.
+
+    Attributes:
+        nodes: the nodes of its graph that have no counterpart, each with ``operator``, ``module``, ``place`` and
+            ``reason``.
+    """
+
+    def __init__(self, message: str, nodes: Iterable[object] = ()) -> None:
+        super().__init__(message)
+        self.nodes = tuple(nodes)
+
+
 class DeviceError(DispatcherError, RuntimeError):
     """A device does not exist, is not usable, or cannot run this operator."""
 
@@ -45,10 +59,6 @@ class DeviceError(DispatcherError, RuntimeError):
 
 class BusyError(DeviceError):
     """Other programs keep the machine so busy that its times would mean nothing."""
-
-
-class UnsupportedError(DispatcherError, NotImplementedError):
-    """Something that another library can do, and that has no counterpart here, or the other way round."""
 
 
 class KernelError(DispatcherError, RuntimeError):

@@ -463,7 +463,20 @@ def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Re
 
 # ---- random pipelines --------------------------------------------------------------------------------------
 POINTWISE_SIMPLE = (
-    *("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish", "mish", "elu", "selu", "softsign"),
+    *(
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "softplus",
+        "hardswish",
+        "mish",
+        "elu",
+        "selu",
+        "softsign",
+    ),
     *("abs", "square", "hardtanh"),
 )
 WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum")

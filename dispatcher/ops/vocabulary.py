@@ -33,7 +33,7 @@ from dispatcher.ops.binding import (
     squeeze,
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import AXES, Softmax
+from dispatcher.ops.steps import AXES, ScalarOperand, Softmax, ValueOperand
 
 
 # ---- operations that others make up ------------------------------------------------------------------------
@@ -51,6 +51,15 @@ def build_rms_norm(binding: Binding) -> None:
     weight = binding.per_channel("weight", binding.input_shape[1])
     if weight is not None:
         binding.then("scale", result, by=weight)
+
+
+def build_gelu_tanh(binding: Binding) -> None:
+    """``in/2 * (1 + tanh(u))``, which is ``in * sigmoid(2u)``, for ``u = sqrt(2/pi) * (in + 0.044715 * in^3)``."""
+    x = ValueOperand(binding.source, binding.input_shape)
+    slope = 2 * math.sqrt(2 / math.pi)
+    cubic = binding.then("scale", binding.then("square"), by=ScalarOperand(slope * 0.044715))
+    twice = binding.then("scale", binding.then("add", cubic, value=ScalarOperand(slope)), by=x)
+    binding.then("scale", binding.then("sigmoid", twice), by=x)
 
 
 def adaptive(op: str) -> Builder:
@@ -193,6 +202,9 @@ VOCABULARY: dict[str, Operation] = {
             onnx="Gelu",
         ),
         "in/2 * (1 + erf(in/sqrt(2)))",
+    ),
+    "gelu_tanh": Operation(
+        (), build_gelu_tanh, "in/2 * (1 + tanh(sqrt(2/pi) * (in + 0.044715 * in^3))), the approximation of gelu"
     ),
     "relu": pointwise(
         PointwiseForm("relu", "x < C(0.0) ? C(0.0) : x", cheap=True, integral=True, torch="torch.relu", onnx="Relu"),

@@ -220,7 +220,9 @@ def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def snapshot(tensor: TensorArgument) -> TensorArgument:
-    """A tensor that later changes to the caller's array do not reach. Arrays on a device are not copied."""
+    """A tensor that changes to the caller's array do not reach. Of those on a device, PyTorch's alone are copied."""
+    if isinstance(tensor.array, torchtensors.DeviceView):
+        return replace(tensor, array=tensor.array.copied())
     return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
 
 

@@ -129,7 +129,8 @@ class DeviceView:
     """A tensor on a CUDA device in the form that the CUDA backend reads, and the stream that its users work on."""
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
-        self.tensor = tensor
+        self.tensor, self.dtype = tensor, dtype
+        torch: Any = sys.modules["torch"]
         size = tensor.element_size()
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
@@ -137,7 +138,13 @@ class DeviceView:
             "typestr": dtype.str if dtype.kind == "f" else dtype.name,
             "data": (tensor.data_ptr(), False),
             "version": 3,
+            # The interface calls the default stream 1, PyTorch 0.
+            "stream": torch.cuda.current_stream(tensor.device).cuda_stream or 1,
         }
+
+    def copied(self) -> DeviceView:
+        """A copy of the tensor, on its device."""
+        return DeviceView(self.tensor.clone(), self.dtype)
 
 
 def device_view(name: str, tensor: Any) -> DeviceView:
@@ -155,9 +162,11 @@ def device_view(name: str, tensor: Any) -> DeviceView:
     return DeviceView(tensor.detach().resolve_neg(), storage_dtype(kind))
 
 
-def tensor_of(array: np.ndarray) -> Any:
-    """A tensor over the memory of ``array``."""
+def tensor_of(array: Any) -> Any:
+    """A tensor over the memory of ``array``, which is NumPy's or offers DLPack."""
     torch: Any = sys.modules["torch"]
+    if not isinstance(array, np.ndarray):
+        return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -339,10 +339,19 @@ def write_array(path: Path, array: np.ndarray) -> None:
     """
     import numpy as np
 
+    _write(path, lambda file: np.save(file, array, allow_pickle=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, like :func:`write_array`."""
+    _write(path, lambda file: file.write(text.encode()))
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "xb") as file:
-            np.save(file, array, allow_pickle=False)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
