@@ -43,6 +43,9 @@ ROOMS = (
     "torch",
     "check",
     "timing",
+    "export",
+    "scale",
+    "dask",
     "report",
 )
 
@@ -58,6 +61,7 @@ INTERFACE = {
     "dispatcher.ops.forms",
     "dispatcher.ops.geometry",
     "dispatcher.ops.steps",
+    "dispatcher.ops.symbols",
     "dispatcher.ops.vocabulary",
     "dispatcher.plan.groups",
     "dispatcher.problem.model",

@@ -33,7 +33,8 @@ from dispatcher.ops.binding import (
     squeeze,
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import AXES, ScalarOperand, Softmax, ValueOperand
+from dispatcher.ops.steps import AXES, Pool, ScalarOperand, Softmax, ValueOperand
+from dispatcher.ops.symbols import Symbol
 
 
 # ---- operations that others make up ------------------------------------------------------------------------
@@ -62,17 +63,23 @@ def build_gelu_tanh(binding: Binding) -> None:
     binding.then("scale", binding.then("sigmoid", twice), by=x)
 
 
-def adaptive(op: str) -> Builder:
-    """Pool to a given size with windows side by side."""
+def adaptive(op: str, form: ReductionForm) -> Builder:
+    """Pool to a given size: with windows side by side where that comes out even, else with some that overlap."""
 
     def build(binding: Binding) -> None:
-        window = []
+        extents, sizes = binding.input_shape[2:], binding["size"]
         for place, name in binding.spatial:
-            extent, size = binding.input_shape[2 + place], binding["size"][place]
-            if size < 1 or extent % size:
-                raise binding.fail(f"size on axis {name} is {size}; it must divide the input's {extent}")
-            window.append(extent // size)
-        binding.then(op, window=tuple(window))
+            if sizes[place] < 1:
+                raise binding.fail(f"size on axis {name} is {sizes[place]}; it must be 1 or more")
+        pairs = list(zip(extents, sizes, strict=True))
+        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most; the gcd of symbols is 1 at least.
+        known = not any(isinstance(number, Symbol) for pair in pairs for number in pair)
+        window = tuple(-(-(extent + size - (math.gcd(extent, size) if known else 1)) // size) for extent, size in pairs)
+        if known and all(extent % size == 0 for extent, size in pairs):
+            binding.then(op, window=window)
+        else:
+            base = binding.base((*binding.input_shape[:2], *sizes))
+            binding.append(Pool(**base, form=form, window=window, stride=window, adaptive=True))
 
     return build
 
@@ -91,7 +98,7 @@ _MEAN_WINDOWS = (
     Field("count_include_pad", "flag", "whether padding counts, as zeros", default=True),
     Field("divisor", "size", "what to divide the sum by instead of the number of places"),
 )
-_SIZE = (Field("size", "each", "extent of the result, which divides that of the input", required=True),)
+_SIZE = (Field("size", "each", "extent of the result", required=True),)
 _CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
 _DILATION = Field("dilation", "each", "spacing of the taps", default=1)
 _GROUPS = Field("groups", "size", "independent channel groups", default=1)
@@ -352,9 +359,11 @@ VOCABULARY: dict[str, Operation] = {
     # -- pools and reductions
     **of_each_rank("avg_pool", Operation(_MEAN_WINDOWS, pool(MEAN), "mean of each window")),
     **of_each_rank("max_pool", Operation(_WINDOWS, pool(MAXIMUM), "maximum of each window; NaN wins")),
-    **of_each_rank("adaptive_avg_pool", Operation(_SIZE, adaptive("avg_pool"), "mean of windows that make the size")),
     **of_each_rank(
-        "adaptive_max_pool", Operation(_SIZE, adaptive("max_pool"), "maximum of windows that make the size")
+        "adaptive_avg_pool", Operation(_SIZE, adaptive("avg_pool", MEAN), "mean of windows that make the size")
+    ),
+    **of_each_rank(
+        "adaptive_max_pool", Operation(_SIZE, adaptive("max_pool", MAXIMUM), "maximum of windows that make the size")
     ),
     "squeeze": Operation(
         (replace(AXIS, required=True, default=None),), squeeze, "drop axes of extent 1; nothing is computed"

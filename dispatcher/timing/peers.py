@@ -150,8 +150,6 @@ def torch_peer(
         array = torch.from_numpy(tensors[operand.name]).to(device)
         return array.to(memory_format=memory_format) if array.ndim == axes else array
 
-    from dispatcher.torch.composition import torch_pipeline
-
     function = torch_pipeline(operator, constant)
     if compiled:
         # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
@@ -200,6 +198,13 @@ def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: 
         return result
 
     return call
+
+
+def torch_pipeline(operator: Operator, constant: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """All steps as one PyTorch function; see :func:`dispatcher.torch.composition.torch_pipeline`."""
+    from dispatcher.torch import composition
+
+    return composition.torch_pipeline(operator, constant)
 
 
 # ---- ONNX --------------------------------------------------------------------------------------------------

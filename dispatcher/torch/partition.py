@@ -119,11 +119,16 @@ def partition(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     left = {node: reason for node in graph.nodes if (reason := _refused(node)) is not None}
+    parts = {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in left}
     epoch, epochs = 0, {}
     for node in graph.nodes:
         epochs[node] = epoch
         epoch += _writes(node)
-    free = [node for node in graph.nodes if node.op == "call_function" and node not in left and _is_value(node)]
+    free = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node not in {*left, *parts} and _first_tensor(node) is not None
+    ]
     found: list[Candidate] = []
     while free:
         made = _grown(free, order, epochs, weights, left)
@@ -135,7 +140,7 @@ def partition(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
     for node in free:
         left.setdefault(node, "alone it is too little work for a launch of its own")
     pieces = [piece for each in found if (piece := _piece(each.good)) is not None]
-    return pieces, sorted(((n, r) for n, r in left.items() if _is_value(n) or _writes(n)), key=lambda e: order[e[0]])
+    return pieces, sorted(left.items(), key=lambda entry: order[entry[0]])
 
 
 def _grown(
@@ -243,25 +248,27 @@ def _refused(node: Any) -> str | None:
         return None
     if node.op != "call_function":
         return f"it is a {node.op}"
-    if not _is_value(node) and node.target is not operator.getitem:
-        return None
     name = operator_name(node.target).removeprefix("aten.")
-    if _writes(node):
+    if _writes(node) and name != "batch_norm":
         return "it writes into a tensor that others may see"
+    if _first_tensor(node) is None or node.target is operator.getitem:
+        return None
     if name == "batch_norm" and node.args[5] and node.args[3] is not None:
         return "in training mode it updates running statistics"
     if name not in HANDLERS:
         return "the vocabulary has no step for it"
-    tensors = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    kinds = {str(each.dtype).removeprefix("torch.") for each in tensors if isinstance(each, torch.Tensor) and each.ndim}
+    tensors = [_first_tensor(each) for each in (node, *node.all_input_nodes)]
+    kinds = {str(each.dtype).removeprefix("torch.") for each in tensors if each is not None and each.ndim}
     if len(kinds) != 1 or not kinds <= set(DTYPES):
         return f"its dtypes are {', '.join(sorted(kinds)) or 'none'}; expected one of {', '.join(DTYPES)}"
     return None
 
 
-def _is_value(node: Any) -> bool:
-    """Whether a node makes one tensor with elements."""
-    return isinstance(node.meta.get("val"), torch.Tensor)
+def _first_tensor(node: Any) -> Any:
+    """The tensor that a node makes, or the first of several; None where it makes a number or nothing."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def _writes(node: Any) -> bool:
