@@ -124,11 +124,8 @@ def partition(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
     for node in graph.nodes:
         epochs[node] = epoch
         epoch += _writes(node)
-    free = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and node not in {*left, *parts} and _first_tensor(node) is not None
-    ]
+    out = {*left, *parts}
+    free = [n for n in graph.nodes if n.op == "call_function" and n not in out and _first_tensor(n) is not None]
     found: list[Candidate] = []
     while free:
         made = _grown(free, order, epochs, weights, left)
@@ -249,12 +246,12 @@ def _refused(node: Any) -> str | None:
     if node.op != "call_function":
         return f"it is a {node.op}"
     name = operator_name(node.target).removeprefix("aten.")
-    if _writes(node) and name != "batch_norm":
-        return "it writes into a tensor that others may see"
     if _first_tensor(node) is None or node.target is operator.getitem:
         return None
-    if name == "batch_norm" and node.args[5] and node.args[3] is not None:
+    if _updates_statistics(node):
         return "in training mode it updates running statistics"
+    if _writes(node):
+        return "it writes into a tensor that others may see"
     if name not in HANDLERS:
         return "the vocabulary has no step for it"
     tensors = [_first_tensor(each) for each in (node, *node.all_input_nodes)]
@@ -272,10 +269,14 @@ def _first_tensor(node: Any) -> Any:
 
 
 def _writes(node: Any) -> bool:
+    """Whether a node changes a tensor; batch norms change their running statistics."""
     schema = getattr(node.target, "_schema", None)
-    written = schema is not None and schema.is_mutable
-    training = node.op == "call_function" and operator_name(node.target) == "aten.batch_norm" and bool(node.args[5])
-    return bool(written or training)
+    return bool((schema is not None and schema.is_mutable) or _updates_statistics(node))
+
+
+def _updates_statistics(node: Any) -> bool:
+    is_norm = node.op == "call_function" and operator_name(node.target) == "aten.batch_norm"
+    return is_norm and bool(node.args[5]) and node.args[3] is not None
 
 
 def places(nodes: Iterable[tuple[Any, str]]) -> list[str]:
