@@ -29,7 +29,7 @@ from dispatcher.check.inputs import INPUT_SETS, TELLING_SETS, meaningful_sets, r
 from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
-from dispatcher.interface import Device, device_dict
+from dispatcher.interface import Device, bits_of, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
 from dispatcher.problem.messages import brief, picked
@@ -504,4 +504,4 @@ def checksums(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 
 def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).data)
+    return zlib.crc32(bits_of(np.ascontiguousarray(array)).data)
