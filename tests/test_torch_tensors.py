@@ -201,3 +201,8 @@ def test_new_weights_for_a_compiled_operator() -> None:
         with pytest.raises(InputError, match=message):
             run.update(**wrong)
     assert torch.equal(run(input=tensors["input"]), first)
+
+
+def test_kernels_in_c_have_no_bfloat16() -> None:
+    with pytest.raises(DtypeError, match="dtype is bfloat16, which a kernel of your own cannot have"):
+        dispatcher.verify_kernel(CONV, "kernel.cl", case="sample", dtype="bfloat16")

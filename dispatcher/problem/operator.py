@@ -124,6 +124,20 @@ def storage_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def check_c_type(dtype: str | None, what: str) -> None:
+    """Check that C has a type for a dtype.
+
+    Args:
+        dtype: one of :data:`DTYPES`, or what a caller gave instead.
+        what: is written in C, for the message.
+
+    Raises:
+        DtypeError: it is bfloat16.
+    """
+    if dtype == "bfloat16":
+        raise DtypeError(f"dtype is bfloat16, which {what} cannot have; expected float16, float32 or float64")
+
+
 def limits_of(dtype: np.dtype[Any] | str) -> Any:
     """What ``np.finfo`` says of one of :data:`DTYPES`, also of bfloat16."""
     if np.dtype(dtype).name != "bfloat16":

@@ -18,7 +18,7 @@ from dispatcher.device.selection import parse_request
 from dispatcher.errors import InputError, first_line
 from dispatcher.problem.messages import show
 from dispatcher.torch.importing import Imported
-from dispatcher.torch.partition import Piece, partition, places, without_writes
+from dispatcher.torch.partition import Piece, pieces_of, places, without_writes
 
 _numbers = itertools.count(1)
 #: Reports of the latest graphs.
@@ -131,7 +131,7 @@ class _Compiled:
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
         }
-        pieces, left = partition(graph, weights)
+        pieces, left = pieces_of(graph, weights)
         self.found.left += places(left)
         made: dict[Any, Any] = {}
         for piece in pieces:

@@ -107,7 +107,7 @@ def _comes_after(one: Any, other: Any) -> bool:
     return bool(other < one)
 
 
-def partition(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tuple[list[Piece], list[tuple[Any, str]]]:
+def pieces_of(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tuple[list[Piece], list[tuple[Any, str]]]:
     """Groups of a graph that can run here.
 
     Args:
