@@ -54,6 +54,11 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
                 for _, tile in ranked[:BOXES]:
                     box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
                     found.append(replace(options, box=box, line=line).given())
+    options = Options("direct", line="channels")
+    for _, tile in lines.ranked(geometry, fold, facts, real, options, winograd=False)[:BOXES]:
+        found.append(
+            replace(options, tile=f"{tile.thread_c}x{tile.thread_w}", box=f"{tile.box_d}x{tile.box_h}").given()
+        )
     return found
 
 
