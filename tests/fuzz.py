@@ -40,6 +40,7 @@ from tests import cudasim
 if cudasim.requested():  # before anything looks for devices
     cudasim.activate()
 
+from tests.signals import no_signal_here
 from tests.strategies import DTYPES, Recipe, convolutions, pipelines
 
 DECADES = 20.0
@@ -101,22 +102,30 @@ class Lines:
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith((str(ROOT / "dispatcher"), str(ROOT / "backends"))):
             return None
-        if event == "line":
+        if event == "line" and not no_signal_here(frame):
             self.count += 1
             if self.count == self.last:
                 raise KeyboardInterrupt
         return self
 
 
+def _not_breaks(unraisable: Any) -> None:
+    """Python's report of what a finalizer raised, but for a call that was broken off inside one."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+
+
 @contextlib.contextmanager
 def traced(lines: Lines) -> Iterator[None]:
     """Let ``lines`` see what this thread runs."""
-    before = sys.gettrace()
+    before, reports = sys.gettrace(), sys.unraisablehook
+    sys.unraisablehook = _not_breaks
     sys.settrace(lines)
     try:
         yield
     finally:
         sys.settrace(before)
+        sys.unraisablehook = reports
 
 
 def after_breaks(compiled: CompiledOperator, operator: Operator, tensors: Tensors, rng: np.random.Generator) -> str:

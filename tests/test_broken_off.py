@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import gc
 import signal
 import sys
@@ -24,21 +23,13 @@ from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device
+from tests.signals import no_signal_here
 
 PACKAGE = str(Path(dispatcher.__file__).parent)
 #: At how many lines of which call it is broken off, at most: at all of the first one.
 POINTS = {"new weights": 150, "other sizes": 5, "compiling": 5}
 
 Tensors = dict[str, np.ndarray]
-
-
-def no_signal_here(frame: FrameType) -> bool:
-    """Whether Python lets no signal in at this line: where a ``try`` begins, and between the body of a ``with`` and
-    what it calls to end as usual."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    load, nothing = bytes([dis.opmap["LOAD_CONST"]]), dis.opmap["NOP"]
-    ahead = [code[start : start + 6] for start in (at, at + 2)]  # a value that is returned is moved first
-    return code[at] == nothing or any(each[:1] == load and each == each[:2] * 3 for each in ahead)
 
 
 class Breaker:
@@ -60,14 +51,18 @@ class Breaker:
         return self._line
 
     def run(self, work: Callable[[], Any]) -> None:
-        """Do some work, which may be broken off."""
-        before = sys.gettrace()
+        """Do some work, which may be broken off. Finalizers fail of that alone."""
+        before, reports = sys.gettrace(), sys.unraisablehook
+        others: list[Any] = []
+        sys.unraisablehook = lambda unraisable: others.append(unraisable.exc_value)
         sys.settrace(self)
         try:
             with contextlib.suppress(self.error, DispatcherError):  # what we make of a MemoryError
                 work()
         finally:
             sys.settrace(before)
+            sys.unraisablehook = reports
+        assert all(isinstance(error, self.error) for error in others), others
 
 
 def breakers(work: Callable[[], Any], most: int) -> list[Breaker]:

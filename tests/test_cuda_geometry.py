@@ -51,12 +51,21 @@ RESIDENT: dict[str, Operator] = {
     "groups_of_tiles": conv_operator((1, 24, 2, 3, 8), 210, (2, 2, 2), groups=3, stride=[1, 1, 2]),
     "mean_then_sum": conv_operator((1, 8, 4, 4, 6), 8, (3, 3, 3), stride=2, padding=1, after=[MEAN, SUM]),
     "sum_unfolded": conv_operator((1, 8, 3, 4, 6), 8, (3, 3, 3), stride=[1, 2, 2], padding=1, after=[SUM]),
+    "steps": conv_operator((2, 5, 7, 9, 37), 9, (3, 3, 3), op="conv3d", stride=2, padding=1, bias=True),
+    "odd_steps": conv_operator((1, 9, 8, 7, 29), 17, (2, 3, 5), op="conv3d", stride=[1, 2, 3], padding=[0, 1, 2]),
+    "long_steps": conv_operator((1, 3, 1, 43, 51), 8, (1, 11, 11), op="conv3d", stride=[1, 4, 4], padding=[0, 2, 2]),
+    "patches": conv_operator((2, 8, 4, 8, 64), 24, (2, 4, 4), op="conv3d", stride=[2, 4, 4]),
+    "dilated_steps": conv_operator((1, 4, 3, 9, 40), 9, (1, 3, 3), op="conv3d", stride=[1, 2, 2], dilation=[1, 1, 3]),
+    "grouped_steps": conv_operator((2, 16, 3, 9, 19), 48, (3, 2, 3), op="conv3d", groups=2, stride=[2, 1, 2]),
+    "summed_steps": conv_operator((2, 8, 5, 5, 21), 16, (3, 3, 3), op="conv3d", stride=2, padding=1, after=[SUM]),
 }
 GENERAL: dict[str, Operator] = {
     "small_groups": conv_operator((2, 6, 3, 4, 5), 15, (3, 2, 3), groups=3, stride=2, bias=True),
     "depthwise": conv_operator((1, 7, 3, 4, 5), 7, (3, 3, 3), groups=7, padding=1),
     "wide_groups": conv_operator((1, 4, 2, 3, 3), 140, (2, 2, 2), groups=2),
     "long_stride": conv_operator((1, 2, 2, 2, 2), 3, (1, 1, 2), stride=[9, 2, 7], bias=True),
+    "sparse_windows": conv_operator((1, 8, 9, 9, 33), 8, (2, 2, 2), op="conv3d", stride=4),
+    "very_long_steps": conv_operator((1, 8, 1, 1, 260), 8, (1, 1, 65), op="conv3d", stride=[1, 1, 65]),
 }
 
 
@@ -88,7 +97,7 @@ def test_every_kind_of_tile(name: str, other: bool, warp_m: int, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "groups", "sum_unfolded"]
+    "name", ["odd_everything", "pairs_of_lines", "odd_lines", "two_pools", "groups", "sum_unfolded", "steps"]
 )
 def test_half_precision_takes_tensor_cores(name: str) -> None:
     """With one product, since TF32 holds float16 exactly."""
@@ -121,6 +130,7 @@ SLICED: dict[str, Operator] = {
     ),
     "holes": conv_operator((1, 33, 2, 2, 2), 5, (1, 1, 1), stride=3, output_padding=2, bias=True),
     "groups": conv_operator((1, 105, 2, 2, 8), 24, (2, 2, 2), groups=3, padding=1, bias=True),
+    "steps": conv_operator((1, 70, 3, 5, 19), 8, (3, 3, 3), op="conv3d", stride=2, before=[{"op": "relu"}]),
 }  # fmt: skip
 
 
@@ -148,13 +158,33 @@ def test_boxes_that_leave_warps_idle(name: str, monkeypatch: pytest.MonkeyPatch)
         check(op, tensors_of(op, kind))
 
 
+SPREAD = [{"op": "clamp", "min": -4.0, "max": 4.0}, {"op": "softmax", "axis": "spatial"}]
+
+
 def test_a_softmax_over_boxes_that_leave_warps_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_tensor_cores()
     only_tiles(monkeypatch, lambda task, tile: tile.voxels < tile.rows)
-    spread = [{"op": "clamp", "min": -4.0, "max": 4.0}, {"op": "softmax", "axis": "spatial"}]
-    op = conv_operator((2, 4, 3, 5, 20), 9, (3, 3, 3), stride=2, padding=1, after=spread)
+    op = conv_operator((2, 4, 3, 5, 20), 9, (3, 3, 3), stride=2, padding=1, after=SPREAD)
     assert len(compiled(op).launches) == 2
     check(op, tensors_of(op))
+
+
+def test_a_softmax_behind_steps_keeps_the_inputs_of_its_first_pass() -> None:
+    """Those between windows and behind the last one too: every box reads its whole halo again."""
+    needs_tensor_cores()
+    halves = [{"op": "avg_pool3d", "window": [1, 1, 2]}]
+    op = conv_operator(
+        (2, 8, 5, 6, 84), 9, (3, 2, 3), op="conv3d", stride=[2, 1, 2], padding=[1, 0, 1], before=halves, after=SPREAD
+    )
+    assert [launch.steps[0] for launch in compiled(op).launches] == ["avg_pool3d"] * 2
+    check(op, tensors_of(op))
+
+
+@pytest.mark.parametrize("kind", ["one_inf", "one_nan"])
+def test_steps_meet_what_is_not_finite(kind: str) -> None:
+    needs_tensor_cores()
+    for name in ("steps", "odd_steps"):
+        check(RESIDENT[name], tensors_of(RESIDENT[name], kind), algorithm="halo")
 
 
 @pytest.mark.parametrize("name", [*RESIDENT, *GENERAL])

@@ -37,6 +37,10 @@ OPERATORS = {
     "groups": conv_operator((1, 14, 2, 3, 8), 10, (2, 2, 3), groups=2, stride=[1, 1, 2]),
     "slices": conv_operator((1, 70, 2, 3, 8), 9, (2, 2, 3), stride=[1, 1, 2]),
     "idle": conv_operator((1, 3, 4, 4, 24), 4, (3, 2, 2), after=SPREAD),
+    "steps": conv_operator((1, 5, 5, 9, 45), 9, (3, 3, 3), op="conv3d", stride=[1, 2, 2], padding=1),
+    "kept_steps": conv_operator(
+        (1, 2, 8, 10, 72), 3, (2, 2, 3), op="conv3d", stride=2, padding=1, before=[AVERAGE], after=SPREAD
+    ),
 }
 #: Tiles that some of them must have.
 TILES: dict[str, Callable[[HaloTask, HaloTile], Any]] = {
@@ -96,6 +100,18 @@ MUTANTS = {
     ),
     "halo not zero from line to line": Mutant(
         "conv_halo.cu", " && unsigned(iy) < unsigned(p.in[1])\n                     && channel", " && channel"
+    ),
+    "halo steps too short": Mutant(
+        "conv_halo.cu",
+        "(box.m[2] - LOW_X) * STEP_X + u;\n      const bool",
+        "box.m[2] - LOW_X + u;\n      const bool",
+        "steps",
+    ),
+    "halo exact sums beside the window": Mutant(
+        "conv_halo.cu", "at[2] * STEP_X + tap", "at[2] + tap", "steps", "one_inf"
+    ),
+    "halo keeps no inputs between boxes": Mutant(
+        "conv_halo.cu", ">= box.m[axis] * STEP[axis] - LOW[axis]", ">= box.m[axis] * STEP[axis]", "kept_steps"
     ),
     "halo phases swapped": Mutant("conv_halo.cu", "if (f == 0) {", "if (f == 1) {"),
     "halo last channels skipped": Mutant("conv_halo.cu", "k < BLOCK_K / 8; k++", "k + 1 < BLOCK_K / 8; k++"),
@@ -164,7 +180,7 @@ MUTANTS = {
     ),
     "window maximum from zero": Mutant("window.cuh", "z + y + x + i == 0 ? value", "false ? value", "maximum_first"),
     "kept inputs behind the last box lost": Mutant(
-        "conv_halo.cu", "(at[axis] < end || end >= p.tiles[axis] * TILE[axis])", "at[axis] < end", "kept"
+        "conv_halo.cu", " || end >= p.tiles[axis] * TILE[axis])", ")", "kept"
     ),
     "kept inputs of the wrong plane": Mutant(
         "conv_halo.cu", "c) * p.in[0] + at[0]) * p.in[1]", "c) * p.in[0]) * p.in[1]", "kept"

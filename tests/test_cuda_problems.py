@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dispatcher.problem.operator import Operator
 from tests.cuda_support import check, compiled, device, machine, operator, simulator_only
 from tests.family import FIVE
 from tests.strategies import tensors_of

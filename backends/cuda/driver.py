@@ -127,6 +127,8 @@ class Block:
         memory: PyCUDA's allocation.
     """
 
+    _memory: Any = None  # a signal may arrive before there is any
+
     def __init__(self, owner: Context, size: int, memory: Any) -> None:
         self._owner, self._size, self._memory = owner, size, memory
 
@@ -134,7 +136,8 @@ class Block:
         return int(self._memory)
 
     def __del__(self) -> None:
-        self._owner.give_back(self._size, self._memory)
+        if self._memory is not None:
+            self._owner.give_back(self._size, self._memory)
 
 
 class Context:

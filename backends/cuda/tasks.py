@@ -17,6 +17,7 @@ from dispatcher.backends.cuda.prologue import NO_PROLOGUE, Prologue
 from dispatcher.backends.cuda.sources import MAX_RIDERS, refuses
 from dispatcher.backends.cuda.tiles import FMA_VOXELS, HaloTask, HaloTile, Triple, halo_tile
 from dispatcher.errors import InputError
+from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 
@@ -290,8 +291,15 @@ _MAX_HALO_PHASES = 64
 #: Most products of the tensor-core kernel for each that counts, in groups: its 3xTF32 is about so much faster than
 #: multiply-adds. (Without groups it has no rival that could use more lanes.)
 _MOST_PADDING = 4
-#: A box ends up to 64 voxels times a stride of up to 64 beyond an axis, and conv_halo.cu counts that in 32 bits too.
+#: Least share of a box's inputs that windows read where they lie more than one input apart.
+_LEAST_USED = 0.3
+#: A box ends up to 64 voxels times a stride or step of up to 64 beyond an axis, which conv_halo.cu counts in 32 bits.
 MAX_HALO_EXTENT = 2**31 - 2**13
+
+
+def _used(axis: AxisGeometry) -> float:
+    """Share of the inputs along an axis that some window reads."""
+    return len({tap.offset % axis.step for phase in axis.phases for tap in phase.taps}) / axis.step
 
 
 def _refuses_halo(task: ConvTask) -> str | None:
@@ -299,8 +307,6 @@ def _refuses_halo(task: ConvTask) -> str | None:
     geometry, setting = task.step.geometry, task.setting
     if setting.options.algorithm == "fma":
         return "algorithm fma was asked for"
-    if geometry.skips:
-        return "its windows lie more than one input apart"
     if setting.operator.dtype == "float64":
         return "tensor cores are used for float32 and float16, not float64"
     if setting.target.architecture < 80:
@@ -310,6 +316,10 @@ def _refuses_halo(task: ConvTask) -> str | None:
         return f"groups of {in_group} to {out_group} channels leave tensor cores idle"
     if math.prod(len(axis.phases) for axis in geometry.axes) > _MAX_HALO_PHASES:
         return f"more than {_MAX_HALO_PHASES} phases take the general kernel"
+    if any(axis.step > _MAX_HALO_PHASES for axis in geometry.axes):
+        return f"a stride of more than {_MAX_HALO_PHASES} takes the general kernel"
+    if math.prod(map(_used, geometry.axes)) < _LEAST_USED:
+        return "its windows leave out most of the inputs between them"
     if max(*geometry.input_shape[2:], *geometry.output_shape[2:]) > MAX_HALO_EXTENT:
         return f"extents of more than {MAX_HALO_EXTENT} voxels take the general kernel"
     if task.tile is not None:

@@ -93,7 +93,7 @@ class HaloTile:
 
     Attributes:
         tile: box of voxels a block owns, ``(z, y, x)``; ``x`` a multiple of 8.
-        low: how far the taps reach below a voxel, per axis.
+        low: how far the taps reach below the input that a voxel starts from, in inputs; along x in places of a line.
         high: how far they reach above it.
         in_channels: all input channels of a group.
         slice_channels: input channels that are resident at a time, a multiple of ``block_k``.
@@ -108,6 +108,8 @@ class HaloTile:
         ahead: how many times 8 channels of weights are read before they are used.
         resident: blocks that share a multiprocessor; the compiler limits registers so that they can.
         gather: numbers that a lane keeps of each of its channels, for statistics, and floats of each number.
+        step: inputs from one voxel to the next, per axis. A row of inputs is ``step`` lines, by remainder, so that the
+            inputs that neighbouring voxels read through one tap are neighbours.
     """
 
     tile: tuple[Count, Count, Count]
@@ -126,6 +128,7 @@ class HaloTile:
     ahead: int
     resident: Count
     gather: tuple[int, int] = (0, 1)
+    step: Triple = (1, 1, 1)
 
     def pick(self, which: Any) -> HaloTile:
         """Tile number ``which`` of many; with a mask or several numbers, those."""
@@ -183,18 +186,19 @@ class HaloTile:
 
     @property
     def rows_y(self) -> Count:
-        """Lines of x in a plane of the tile, halo included."""
-        return self.tile[1] + self.low[1] + self.high[1]
+        """Rows of x in a plane of the tile, halo included."""
+        return (self.tile[1] - 1) * self.step[1] + 1 + self.low[1] + self.high[1]
 
     @property
     def rows_z(self) -> Count:
         """Planes of x in the tile, halo included."""
-        return self.tile[0] + self.low[0] + self.high[0]
+        return (self.tile[0] - 1) * self.step[0] + 1 + self.low[0] + self.high[0]
 
     @property
     def pitch_c(self) -> Count:
         """Floats from channel to channel: 8 mod 32, which spreads a fragment over all banks."""
-        return (self.pitch_x * self.rows_y * self.rows_z + self.high[2] + 23) // 32 * 32 + 8
+        lines = self.rows_y * self.rows_z * self.step[2]
+        return (self.pitch_x * lines + self.high[2] + 23) // 32 * 32 + 8
 
     @property
     def stage_pitch(self) -> Count:
@@ -231,8 +235,9 @@ class HaloTile:
 
     def shared_offset(self, offset: Triple) -> int:
         """Place in the x tile of the input that voxel 0 reads through a tap at ``offset``."""
-        z, y, x = (o + low for o, low in zip(offset, (self.low[0], self.low[1], self.pad_x), strict=True))
-        return int((z * self.rows_y + y) * self.pitch_x + x)
+        row = (offset[0] + self.low[0]) * self.rows_y + offset[1] + self.low[1]
+        x, line = divmod(offset[2], self.step[2])
+        return int((row * self.step[2] + line) * self.pitch_x + self.pad_x + x)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -247,6 +252,9 @@ class HaloTile:
             "HIGH_Z": self.high[0],
             "HIGH_Y": self.high[1],
             "HIGH_X": self.high[2],
+            "STEP_Z": self.step[0],
+            "STEP_Y": self.step[1],
+            "STEP_X": self.step[2],
             "IN_CHANNELS": self.in_channels,
             "SLICE_CHANNELS": self.slice_channels,
             "BLOCK_N": self.block_n,
@@ -403,12 +411,13 @@ class HaloTask:
     def reads(self, tile: HaloTile) -> float:
         """How often the blocks read each input, on average."""
         total = float(self.fills(tile)) * self.channel_tiles(tile)
-        for axis, count, extent, low, high in zip(
-            self.geometry.axes, self.positions, tile.tile, tile.low, tile.high, strict=True
-        ):
+        reach = _reach(self.geometry)
+        axes = zip(self.geometry.axes, self.positions, tile.tile, reach, strict=True)
+        for axis, count, extent, (low, high) in axes:
             inputs = min(axis.input, _LONG_AXIS)
             first = np.arange(0, min(count, _LONG_AXIS), extent)
-            inside = np.minimum(first + extent + high, inputs) - np.maximum(first - low, 0)
+            last = (first + extent - 1) * axis.step + 1 + high
+            inside = np.minimum(last, inputs) - np.maximum(first * axis.step - low, 0)
             total *= np.maximum(inside, 0).sum() / inputs
         return total
 
@@ -421,12 +430,17 @@ class HaloTask:
         return np.where(tile.slices > 1, self.phases, 1)
 
 
+def _reach(geometry: ConvGeometry) -> list[tuple[int, int]]:
+    """How far, in inputs, taps reach below and above the input that a voxel starts from, per axis."""
+    return [(max(0, -first), max(0, last)) for first, last in (axis.offset_range for axis in geometry.axes)]
+
+
 def halo_tiles(task: HaloTask) -> HaloTile:
     """All tiles that fit the device and the task."""
     geometry = task.geometry
-    reach = [axis.offset_range for axis in geometry.axes]
-    low = tuple(max(0, -first) for first, _ in reach)
-    high = tuple(max(0, last) for _, last in reach)
+    step = geometry.depth.step, geometry.height.step, geometry.width.step
+    reach = _reach(geometry)
+    low, high = zip(*reach[:2], (-(-reach[2][0] // step[2]), reach[2][1] // step[2]), strict=True)
     steps = math.prod(sum(phase.count > 0 and len(phase.taps) for phase in axis.phases) for axis in geometry.axes)
     n = block_n(geometry.out_channels // geometry.groups)
     channels = geometry.in_channels // geometry.groups
@@ -455,15 +469,15 @@ def halo_tiles(task: HaloTask) -> HaloTile:
     k = np.where(slice_channels > 0, np.where(deep, 32, 16), whole)
     slice_channels = np.where(slice_channels > 0, slice_channels, -(-channels // k) * k)
     tiles = HaloTile(
-        (z, y, x), (low[0], low[1], low[2]), (high[0], high[1], high[2]), channels, slice_channels,
+        (z, y, x), low, high, channels, slice_channels,
         n, k, warp_m, paired, steps, task.softmax, shared, task.pool != (1, 1, 1), _AHEAD, resident,
-        task.gather,
+        task.gather, step,
     )  # fmt: skip
     fits = (sums + other <= available) & (tiles.threads <= 1024) & task.holds_windows(tiles)
     fits &= task.matches(tiles)
     fits &= resident * (tiles.shared_bytes + _RESERVED_BYTES) <= task.shared_limit + _RESERVED_BYTES
     # Where taps reach so far that those sizes overflow, not even 8 channels of one voxel and its halo fit.
-    halo = math.prod(1 + below + above for below, above in zip(low, high, strict=True))
+    halo = step[2] * math.prod(1 + below + above for below, above in zip(low, high, strict=True))
     fits &= 4 * 8 * halo <= task.shared_limit
     return tiles.pick(fits & (task.blocks(tiles) < 2**31))
 
@@ -553,7 +567,7 @@ def estimated_cycles(task: HaloTask, tile: HaloTile) -> Any:
         stores = tile.voxels * tile.block_n * task.phases * tile.resident * COSTS.store_cycles
         if task.paired_phases:
             stores = stores * np.where(tile.paired, 1, COSTS.half_sectors)
-    sectors = tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
+    sectors = tile.step[2] * tile.tile[2] + 8 * (tile.low[2] > 0) + 8 * (tile.high[2] > 0)
     loads = tile.rows_y * tile.rows_z * sectors * tile.slices * tile.slice_channels * COSTS.load_cycles
     loads = loads * task.fills(tile) * np.sqrt(tile.resident)
     fills = np.where(tile.slices > 1, task.fills(tile) * tile.slices * COSTS.fill_cycles, 0)

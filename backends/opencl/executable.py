@@ -66,6 +66,28 @@ def shared_storage(launches: Sequence[Launch]) -> dict[int, int]:
     return storage
 
 
+class Plan:
+    """The launches of an operator by one algorithm, and what a call needs to know of them.
+
+    Attributes:
+        launches: in order.
+        tensors: names of the tensors that launches read besides the pipeline's input and what is packed.
+        storage: see :func:`shared_storage`.
+        rows_bytes: bytes of the statistics of each value.
+    """
+
+    def __init__(self, launches: Sequence[Launch], itemsize: int) -> None:
+        arguments = [each for launch in launches for each in launch.lowered.arguments]
+        self.launches = tuple(launches)
+        self.tensors = tuple({each.name: None for each in arguments if isinstance(each, Tensor)})
+        self.storage = shared_storage(launches)
+        self.rows_bytes = {each.value: each.elements * itemsize for each in arguments if isinstance(each, Rows)}
+
+    def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
+        """:meth:`Launch.prepare` of every launch; the algorithm to use instead of this one."""
+        return max((name for launch in self.launches if (name := launch.prepare(kept, tensors))), default=None)
+
+
 class OpenClExecutable:
     """See :class:`dispatcher.interface.Executable`. Calls from several threads take turns."""
 
@@ -75,22 +97,24 @@ class OpenClExecutable:
         self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
         self._lock = threading.Lock()
         self._queue = runtime.queue()
-        self._plans: dict[Options, list[Launch]] = {}
+        self._final = len(operator.steps)
+        self._plans: dict[Options, Plan] = {}
         # Tensors and result first: an operator that is far too large may take very long to plan.
         self._check_memory(self._outer_bytes())
-        self._launches = self._plan(options)
+        self._own = self._plan(options)
         self._kept: Kept = {}
         self._check_memory(self._outer_bytes() | self._inner_bytes())
 
-    def _plan(self, options: Options) -> list[Launch]:
+    def _plan(self, options: Options) -> Plan:
         """The launches of one algorithm, made when first needed."""
         if options not in self._plans:
-            self._plans[options] = launches_of(self._runtime, self._operator, options)
+            launches = launches_of(self._runtime, self._operator, options)
+            self._plans[options] = Plan(launches, self._real.itemsize)
         return self._plans[options]
 
     @property
     def launches(self) -> Sequence[PlannedLaunch]:
-        return [launch.planned for launch in self._launches]
+        return [launch.planned for launch in self._own.launches]
 
     def _value_bytes(self, index: int) -> int:
         step = self._operator.steps[index - 1]
@@ -102,30 +126,21 @@ class OpenClExecutable:
         named = {
             f"tensor {name}": math.prod(shape) * self._real.itemsize for name, shape in operator.tensor_shapes.items()
         }
-        return named | {"output": self._value_bytes(len(operator.steps))}
+        return named | {"output": self._value_bytes(self._final)}
 
     def _inner_bytes(self) -> dict[str, int]:
         """Bytes of the values between launches, and of scratch."""
         named: dict[str, int] = {}
-        for home in set(shared_storage(self._launches).values()):
-            if home != len(self._operator.steps):
+        for home in set(self._own.storage.values()):
+            if home != self._final:
                 named[f"value {home} behind {self._operator.steps[home - 1].op}"] = self._value_bytes(home)
-        for launch in self._launches:
+        for launch in self._own.launches:
             if launch.scratch_bytes:
                 output = launch.lowered.output
                 named[f"scratch of {launch.planned.name} for value {output}"] = launch.scratch_bytes
-        for value, nbytes in self._rows_bytes(self._launches).items():
+        for value, nbytes in self._own.rows_bytes.items():
             named[f"statistics of value {value}"] = nbytes
         return named
-
-    def _rows_bytes(self, launches: Sequence[Launch]) -> dict[int, int]:
-        """Bytes of the statistics of each value."""
-        return {
-            each.value: each.elements * self._real.itemsize
-            for launch in launches
-            for each in launch.lowered.arguments
-            if isinstance(each, Rows)
-        }
 
     def _check_memory(self, named: Mapping[str, int]) -> None:
         """See to it that all of ``named`` fits the device.
@@ -169,51 +184,47 @@ class OpenClExecutable:
 
     def _failure(self, error: Exception) -> KernelError:
         device = self._runtime.device.name.strip()
-        names = ", ".join(launch.planned.name for launch in self._launches)
+        names = ", ".join(launch.planned.name for launch in self._own.launches)
         if isinstance(error, cl.MemoryError):
             return DeviceMemoryError(f"{device}: out of memory while running {names}: {error}; use a smaller batch")
         return KernelError(f"{device}: running {names} failed: {error}")
 
     def _run(self, kept: Kept, tensors: Tensors, output: np.ndarray, timings: Timings | None) -> None:
-        launches = self._launches
-        instead = [name for launch in launches if (name := launch.prepare(kept, tensors)) is not None]
-        if instead:
-            launches = self._plan(Options(max(instead), fusion=self._options.fusion))
-            for launch in launches:
-                launch.prepare(kept, tensors)
+        plan = self._own
+        instead = plan.prepare(kept, tensors)
+        if instead is not None:
+            plan = self._plan(Options(instead, fusion=self._options.fusion))
+            plan.prepare(kept, tensors)
         call = Call(self._queue, kept, {})
-        self._run_launches(launches, call, tensors, output, timings)
+        self._run_launches(plan, call, tensors, output, timings)
         # Every guard is read, so that none stays set for the next call.
-        if any([launch.met_nonfinite(call) for launch in launches]):
-            launches = self._plan(Options("direct", fusion=self._options.fusion))
-            for launch in launches:
-                launch.prepare(kept, tensors)
-            self._run_launches(launches, Call(self._queue, kept, {}), tensors, output, timings)
+        if any([launch.met_nonfinite(call) for launch in plan.launches]):
+            plan = self._plan(Options("direct", fusion=self._options.fusion))
+            plan.prepare(kept, tensors)
+            self._run_launches(plan, Call(self._queue, kept, {}), tensors, output, timings)
 
     def _run_launches(
-        self, launches: Sequence[Launch], call: Call, tensors: Tensors, output: np.ndarray, timings: Timings | None
+        self, plan: Plan, call: Call, tensors: Tensors, output: np.ndarray, timings: Timings | None
     ) -> None:
         start = time.perf_counter()
-        arguments = [each for launch in launches for each in launch.lowered.arguments]
-        for name in {each.name for each in arguments if isinstance(each, Tensor)}:
+        for name in plan.tensors:
             call.tensors[name] = self._upload(call, tensors[name])
         call.values[0] = self._upload(call, tensors[self._operator.source])
-        final = len(self._operator.steps)
         target = self._target(output)
-        call.values[final] = self._runtime.buffer(self._value_bytes(final)) if self._half else target
-        for value, home in shared_storage(launches).items():
-            if home != final:
+        call.values[self._final] = self._runtime.buffer(self._value_bytes(self._final)) if self._half else target
+        for value, home in plan.storage.items():
+            if home != self._final:
                 call.values[home] = self._buffer(call, "value", home, self._value_bytes(home))
             call.values[value] = call.values[home]
-        for value, nbytes in self._rows_bytes(launches).items():
+        for value, nbytes in plan.rows_bytes.items():
             call.rows[value] = self._buffer(call, "rows", value, nbytes)
         if timings is not None:
             self._queue.finish()
             timings.upload_s += time.perf_counter() - start
-        for launch in launches:
+        for launch in plan.launches:
             launch.enqueue(call)
         if self._half:
-            event = self._convert("float_to_half", call.values[final], target, output.size)
+            event = self._convert("float_to_half", call.values[self._final], target, output.size)
             call.events.append(("float_to_half", event))
         if timings is not None:
             self._queue.finish()

@@ -18,7 +18,8 @@ from dispatcher.ops.steps import ScalarOperand, TensorOperand
 
 def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     """True when two C-contiguous arrays of one shape and dtype hold the same bytes (NaN included)."""
-    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+    bits = f"u{a.itemsize}"
+    return a.shape == b.shape and bool((a.view(bits) == b.view(bits)).all())
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class Launch:
     ) -> None:
         self._runtime, self.lowered, self._kernel, self._real = runtime, lowered, kernel, real
         self.planned = planned
+        arguments = list(enumerate(lowered.arguments))
+        self._packed = [(position, each) for position, each in arguments if isinstance(each, Weights | KernelOperands)]
+        self._guards = [position for position, each in arguments if isinstance(each, Counter) and each.guarded]
 
     @property
     def scratch_bytes(self) -> int:
@@ -82,12 +86,11 @@ class Launch:
     def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
         """Bring packed weights and operands up to date; the algorithm to use instead when the weights ask for one."""
         instead = None
-        for position, each in enumerate(self.lowered.arguments):
-            if isinstance(each, Weights | KernelOperands):
-                made: Made | None = kept.get((self, position))
-                if made is None or not made.of(tensors):
-                    made = kept[self, position] = self._make(each, tensors)
-                instead = instead or made.instead
+        for position, each in self._packed:
+            made: Made | None = kept.get((self, position))
+            if made is None or not made.of(tensors):
+                made = kept[self, position] = self._make(each, tensors)
+            instead = instead or made.instead
         return instead
 
     def _make(self, argument: Weights | KernelOperands, tensors: Tensors) -> Made:
@@ -114,13 +117,14 @@ class Launch:
 
     def met_nonfinite(self, call: Call) -> bool:
         """Whether the finished launch met data that it is not right on; clears the flag."""
-        flags = np.zeros(3, np.int32)
-        for position, each in enumerate(self.lowered.arguments):
-            if isinstance(each, Counter) and each.guarded:
-                cl.enqueue_copy(call.queue, flags, call.kept[self, position], is_blocking=True)
-                if flags[2]:
-                    cl.enqueue_copy(call.queue, call.kept[self, position], np.zeros(3, np.int32), is_blocking=True)
-        return bool(flags[2])
+        met = False
+        for position in self._guards:
+            flags = np.zeros(3, np.int32)
+            cl.enqueue_copy(call.queue, flags, call.kept[self, position], is_blocking=True)
+            if flags[2]:
+                met = True
+                cl.enqueue_copy(call.queue, call.kept[self, position], np.zeros(3, np.int32), is_blocking=True)
+        return met
 
     def _argument(self, call: Call, position: int) -> Any:
         argument = self.lowered.arguments[position]

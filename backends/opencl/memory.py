@@ -38,12 +38,15 @@ def _fresh(size: int) -> np.ndarray:
 class _Block:
     """Owner of one aligned block, as NumPy's buffer interface wants it; gives it back when it dies."""
 
+    _memory: np.ndarray | None = None  # a signal may arrive before there is any
+
     def __init__(self, pool: HostPool, memory: np.ndarray) -> None:
         self._pool, self._memory = pool, memory
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
     def __del__(self) -> None:
-        self._pool.give_back(self._memory)
+        if self._memory is not None:
+            self._pool.give_back(self._memory)
 
 
 class HostPool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Operator:
     tensor_shapes: Mapping[str, tuple[int, ...]]
     axes: tuple[int, ...] = (0, 1, 2, 3, 4)
 
-    @property
+    @cached_property
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the result as the caller gets it: the axes that the problem has, without those that it drops."""
         return tuple(self.steps[-1].shape[axis] for axis in self.axes)

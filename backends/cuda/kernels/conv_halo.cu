@@ -1,7 +1,7 @@
 // Transposed 3-D convolution with what follows it, on tensor cores (sm_80 and newer): the resident halo.
 //   y[n,o,z,y,x] = finish( bias[o] + sum over taps k and channels c of x[n,c, m + offset(k)] * w[c,o,k] ),
 //   z = SD*m + r: outputs fall into stride^3 phases by their residues r, and within a phase every tap reads x at
-//   a constant offset.
+//   a constant offset. An ordinary convolution of stride STEP has one phase and reads x[n,c, STEP*m + offset(k)].
 //
 // Layouts
 //   x  (N, IC, ID, IH, IW) INPUT, half_t or float; with a PROLOGUE the tensor that it starts from,
@@ -46,8 +46,8 @@
 // its state in shared memory, so that the main loop has all registers; the block joins them in a fixed order, in double.
 // With STORE 0 nothing else is stored.
 //
-// Shared memory, in floats: x tile [IC][z][y][x] with a channel pitch of 8 mod 32, so that a fragment read
-// (4 channels x 8 voxels) meets 32 banks; the program; softmax sums; with FOLD_SHARED what is folded so far, each
+// Shared memory, in floats: x tile [IC][z][y][x mod STEP_X][x / STEP_X] with a channel pitch of 8 mod 32, so that a
+// fragment read (4 channels x 8 voxels, neighbours at any STEP) meets 32 banks; the program; softmax sums; with FOLD_SHARED what is folded so far, each
 // thread's own. The second pooling's staging of 8 channels takes the x tile's place.
 // Registers: WARP_M*BLOCK_N/2 results, as many again for each of the sums of PROMOTE, PAIRED and FOLD
 // (without FOLD_SHARED).
@@ -84,7 +84,8 @@ constexpr int CHUNKS = SLICE_CHANNELS / BLOCK_K;  // of a slice
 constexpr int SLICE_K8 = SLICE_CHANNELS / 8;
 constexpr int PRE_VOLUME = PRE_X * PRE_Y * PRE_Z;
 constexpr bool WHOLE = OUT_CHANNELS % BLOCK_N == 0;  // no channel of any tile is padding
-constexpr int ROWS_Y = TILE_Y + LOW_Y + HIGH_Y, ROWS_Z = TILE_Z + LOW_Z + HIGH_Z;
+constexpr int ROWS_Y = (TILE_Y - 1) * STEP_Y + 1 + LOW_Y + HIGH_Y, ROWS_Z = (TILE_Z - 1) * STEP_Z + 1 + LOW_Z + HIGH_Z;
+constexpr int ROW_X = (TILE_X + LOW_X + HIGH_X) * STEP_X;  // inputs of a row, STEP_X lines
 constexpr int SLAB = 8 * BLOCK_N;  // weights of one tap and 8 channels
 constexpr bool ROTATES = BLOCK_K / 8 > AHEAD;        // fragments of weights stay in their registers
 constexpr int SLOTS = ROTATES ? BLOCK_K / 8 : AHEAD + 1;
@@ -100,12 +101,12 @@ static_assert(TILE_FLOATS >= X_FLOATS && (POOL_VOLUME == 1 || TILE_FLOATS >= 8 *
 static_assert(SOFTMAX == SOFTMAX_NONE || SUM_FLOATS >= (SOFTMAX == SOFTMAX_SUM ? WARPS * BLOCK_N : THREADS + 2 * BLOCK_N),
               "sums");
 static_assert(!GATHER || GATHER_FLOATS * sizeof(float) >= (GATHER_NUMBERS * STATES + THREADS) * sizeof(State), "states");
-static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
+static_assert(PITCH_C % 32 == 8 && PITCH_C >= PITCH_X * STEP_X * ROWS_Y * ROWS_Z + HIGH_X, "pitch");
 static_assert(!PAIRED || !FOLD, "folded phases are not stored");
 
 struct Tap {
   int shared;     // offset of its x in the tile
-  int offset[3];  // from m to the input position
+  int offset[3];  // from STEP*m to the input position
 };
 
 struct Pass {  // one phase, or two that are stored together
@@ -198,17 +199,23 @@ __device__ __forceinline__ float input_from(const HaloParams &p, const INPUT *co
   return pre_second_chain(p.operand, v, at);
 }
 
+// Where input u of the ROW_X of a row lies in the x tile, from the row's first line.
+__device__ __forceinline__ int place_in_row(int u) {
+  return u % STEP_X * PITCH_X + PAD_X + u / STEP_X - LOW_X;
+}
+
 #if !ASYNC_X
-// Where the second pass reads an input of channel c, or null where it is another box's. A box at the end of an axis owns
-// what lies behind it too, so that each input that any box reads has one owner.
+// Where the second pass reads an input of channel c, or null where it is another box's. A box owns the inputs from its first
+// one to the next box's first one, all of which it loads if anybody does; at the end of an axis what lies behind them too.
 __device__ __forceinline__ float *kept_at(const HaloParams &p, const Box &box, int c, const int (&at)[3]) {
-  constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X};
+  constexpr int TILE[3] = {TILE_Z, TILE_Y, TILE_X}, STEP[3] = {STEP_Z, STEP_Y, STEP_X},
+                LOW[3] = {LOW_Z, LOW_Y, LOW_X * STEP_X};
   bool own = box.keeps;
 #pragma unroll
   for (int axis = 0; axis < 3; axis++) {
     const int end = box.m[axis] + TILE[axis];
-    own = own && at[axis] >= box.m[axis] && at[axis] < p.in[axis]
-          && (at[axis] < end || end >= p.tiles[axis] * TILE[axis]);
+    own = own && unsigned(at[axis]) < unsigned(p.in[axis]) && at[axis] >= box.m[axis] * STEP[axis] - LOW[axis]
+          && (at[axis] < end * STEP[axis] - LOW[axis] || end >= p.tiles[axis] * TILE[axis]);
   }
   return own ? p.kept + (((box.batch * ALL_IN + c) * p.in[0] + at[0]) * p.in[1] + at[1]) * p.in[2] + at[2]
              : nullptr;
@@ -219,14 +226,15 @@ __device__ __forceinline__ float *kept_at(const HaloParams &p, const Box &box, i
 // No branch may wait for them: what is not there is made of the nearest input.
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool keep,
                                        float *tile) {
-  constexpr int ROW_X = TILE_X + LOW_X + HIGH_X, PLACES = ROWS_Z * ROWS_Y * ROW_X;
+  constexpr int PLACES = ROWS_Z * ROWS_Y * ROW_X;
   constexpr int TOGETHER = PRE_VOLUME > 16 ? 1 : PRE_VOLUME > 8 ? 2 : PRE_VOLUME > 4 ? 4 : 8;
   const index_t plane = index_t(p.source[0]) * p.source[1] * p.source[2],
                 in_plane = index_t(p.in[0]) * p.in[1] * p.in[2];
 #pragma unroll 1
   for (int i = threadIdx.x; i < SLICE_CHANNELS / TOGETHER * PLACES; i += THREADS) {
-    const int x = i % ROW_X - LOW_X, row = i / ROW_X % (ROWS_Y * ROWS_Z), first = i / PLACES * TOGETHER;
-    const int at[3] = {box.m[0] + row / ROWS_Y - LOW_Z, box.m[1] + row % ROWS_Y - LOW_Y, box.m[2] + x};
+    const int u = i % ROW_X, row = i / ROW_X % (ROWS_Y * ROWS_Z), first = i / PLACES * TOGETHER;
+    const int at[3] = {box.m[0] * STEP_Z + row / ROWS_Y - LOW_Z, box.m[1] * STEP_Y + row % ROWS_Y - LOW_Y,
+                       (box.m[2] - LOW_X) * STEP_X + u};
     bool inside = true;
     int there[3];
 #pragma unroll
@@ -243,7 +251,8 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
       value[k] = inside && c < IN_CHANNELS ? made : 0.f;
     }
 #pragma unroll
-    for (int k = 0; k < TOGETHER; k++) tile[(first + k) * PITCH_C + row * PITCH_X + PAD_X + x] = value[k];
+    for (int k = 0; k < TOGETHER; k++)
+      tile[(first + k) * PITCH_C + row * (STEP_X * PITCH_X) + place_in_row(u)] = value[k];
     if (KEEP_X && keep) {
       float *kept = kept_at(p, box, box.in_channel + channel + first, at);
 #pragma unroll
@@ -255,28 +264,27 @@ __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int 
 #else
 // The same where nothing has to be done to an input: asynchronous copies.
 __device__ __forceinline__ void load_x(const HaloParams &p, const Box &box, int channel, bool, float *tile) {
-  constexpr int VECTORS = USE_VECTOR_X ? TILE_X / 4 : TILE_X, PIECES = VECTORS + LOW_X + HIGH_X;
+  constexpr bool USE_VECTORS = USE_VECTOR_X && STEP_X == 1;
+  constexpr int VECTORS = USE_VECTORS ? TILE_X / 4 : 0, PIECES = VECTORS + ROW_X - VECTORS * 4;
   const index_t plane = index_t(p.in[0]) * p.in[1] * p.in[2];
   for (int i = threadIdx.x; i < SLICE_CHANNELS * ROWS_Z * ROWS_Y * PIECES; i += THREADS) {
     const int piece = i % PIECES, y = i / PIECES % ROWS_Y, z = i / (PIECES * ROWS_Y) % ROWS_Z,
               c = i / (PIECES * ROWS_Y * ROWS_Z);
-    const int iz = box.m[0] + z - LOW_Z, iy = box.m[1] + y - LOW_Y;
+    const int iz = box.m[0] * STEP_Z + z - LOW_Z, iy = box.m[1] * STEP_Y + y - LOW_Y;
     const bool row = unsigned(iz) < unsigned(p.in[0]) && unsigned(iy) < unsigned(p.in[1])
                      && channel + c < IN_CHANNELS;
     const float *from =
         p.x + (box.batch * ALL_IN + box.in_channel + channel + c) * plane + (index_t(iz) * p.in[1] + iy) * p.in[2];
-    float *to = tile + c * PITCH_C + (z * ROWS_Y + y) * PITCH_X + PAD_X;
-    if (USE_VECTOR_X && piece < VECTORS) {
+    float *to = tile + c * PITCH_C + (z * ROWS_Y + y) * (STEP_X * PITCH_X);
+    if (piece < VECTORS) {
       const int x = box.m[2] + 4 * piece;
       const bool inside = row && x < p.in[2];
-      copy_async<16>(to + 4 * piece, inside ? from + x : p.x, inside);
+      copy_async<16>(to + PAD_X + 4 * piece, inside ? from + x : p.x, inside);
     } else {
-      const int dx = piece < VECTORS           ? piece
-                     : piece < VECTORS + LOW_X ? piece - VECTORS - LOW_X
-                                               : TILE_X + piece - VECTORS - LOW_X;
-      const int x = box.m[2] + dx;
+      const int rest = piece - VECTORS, u = VECTORS == 0 || rest < LOW_X ? rest : TILE_X + rest;
+      const int x = (box.m[2] - LOW_X) * STEP_X + u;
       const bool inside = row && unsigned(x) < unsigned(p.in[2]);
-      copy_async<4>(to + dx, inside ? from + x : p.x, inside);
+      copy_async<4>(to + place_in_row(u), inside ? from + x : p.x, inside);
     }
   }
   copy_commit();
@@ -419,7 +427,8 @@ __device__ __noinline__ float exact_sum(const HaloParams &p, const Box &box, int
 #pragma unroll 1
   for (int s = first; s < first + steps; s++) {
     const Tap tap = p.taps[s];
-    const int z = at[0] + tap.offset[0], y = at[1] + tap.offset[1], x = at[2] + tap.offset[2];
+    const int z = at[0] * STEP_Z + tap.offset[0], y = at[1] * STEP_Y + tap.offset[1],
+              x = at[2] * STEP_X + tap.offset[2];
     if (unsigned(z) >= unsigned(p.in[0]) || unsigned(y) >= unsigned(p.in[1])
         || unsigned(x) >= unsigned(p.in[2]))
       continue;
@@ -844,7 +853,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     for (int h = 0; h < 2; h++) {
       const int row = first_voxel + m * 16 + h * 8;  // eight voxels of one line; idle ones read the last line
       const int v = TILE_M == ROWS_M || row < TILE_M ? row : TILE_M - 8;
-      voxel[m][h] = (v / (TILE_X * TILE_Y) * ROWS_Y + v / TILE_X % TILE_Y) * PITCH_X + v % TILE_X + g;
+      voxel[m][h] = (v / (TILE_X * TILE_Y) * (STEP_Z * ROWS_Y) + v / TILE_X % TILE_Y * STEP_Y) * (STEP_X * PITCH_X)
+                    + v % TILE_X + g;
     }
   const float *a_lane = x_tile + t * PITCH_C;
   const float *b_lane = p.w + box.tile * p.tile_weights + lane * 4;
