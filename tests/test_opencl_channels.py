@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.strategies import DEVICES, Place, call_on, operator_of
 
 pytest.importorskip("pyopencl")
 
-from dispatcher.backends.opencl.channels import ChannelLayout, ranked_channel_tiles
+from dispatcher.backends.opencl.channels import ChannelLayout, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.lines import choose
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.target import Facts, Limits, Target
@@ -38,7 +39,7 @@ OPERATORS = {
     "short_rows": conv((2, 5, 3, 4, 7), 20, (3, 5, 7), padding=[2, 4, 3]),
     # Three kinds of tiles in a row, the last one of one position; a ragged last vector of channels.
     "three_tiles": conv((1, 3, 1, 5, 57), 33, (1, 3, 5), padding=[0, 1, 2]),
-    # Steps above 1 with taps outside on either side, and a group norm's worth of other steps behind.
+    # Steps above 1 with taps outside on either side; steps on whole lines behind.
     "strided": conv(
         (2, 4, 1, 23, 61), 16, (1, 5, 4), "layer_norm", stride=[1, 2, 4], padding=[0, 3, 3], dilation=[1, 2, 1]
     ),
@@ -56,20 +57,31 @@ OPERATORS = {
         dilation=[1, 7, 2],
         padding=[0, 4, 2],
     ),
+    # Boxes of a part of a row, whose ends lie outside the tensor; every third input.
+    "one_row": conv((1, 2, 1, 1, 1700), 16, (1, 1, 3), stride=[1, 1, 3], dilation=[1, 1, 4], padding=[0, 0, 5]),
+    # Every other input of rows that end anywhere in a vector.
+    "every_other": conv((1, 2, 1, 4, 75), 9, (1, 1, 4), stride=[1, 1, 2], padding=[0, 0, 1]),
+    "every_other_even": conv((1, 2, 1, 4, 78), 9, (1, 1, 3), stride=[1, 1, 2]),
 }
-FORMS = ("channels", "flat", "rows")
-#: Where compiling takes long, two operators and the form with channels in the lanes alone.
+#: Forms of lines to run where it is not that with channels in the lanes alone.
+FORMS = {
+    "short_rows": ("channels", "flat", "rows"),
+    "one_row": ("channels", "rows"),
+    "every_other": ("rows",),
+    "every_other_even": ("rows",),
+}
+#: Where compiling takes long, two operators.
 RUNS = [(place, name) for place in HERE for name in (("short_rows", "strided") if place.slow else OPERATORS)]
 
 
 @pytest.mark.parametrize(("place", "name"), RUNS, ids=str)
 def test_sums_of_integers_are_exact(place: Place, name: str) -> None:
-    """The same in every form; where steps round, the forms that hold positions in the lanes say what is right."""
+    """Bit for bit where no step rounds."""
     place.need()
     operator, numbers = OPERATORS[name], np.random.default_rng(5)
     tensors = {key: numbers.integers(-4, 5, shape).astype(np.float32) for key, shape in operator.tensor_shapes.items()}
     expected = Place("numpy").run(operator.problem, **tensors)
-    for form in FORMS[: 1 if place.slow else 3]:
+    for form in FORMS.get(name, ("channels",))[: 1 if place.slow else None]:
         result = call_on(operator, tensors, place.device, {"algorithm": "direct", "line": form})()
         if name in ("strided", "transposed"):
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
@@ -123,5 +135,9 @@ def test_what_no_tile_can_be_is_refused() -> None:
     with pytest.raises(InputError, match="only algorithm direct"):
         Options.parse({"algorithm": "winograd", "line": "channels"})
     resources = Resources(device_class(16), 16, 4, 900_000, 2)
+    few = ranked_channel_tiles(geometry(1, 9, 3), None, resources, Wanted())
+    assert few and not suits(geometry(1, 9, 3), 16), "one channel may be asked for and is not chosen"
+    with pytest.raises(InputError, match="rows or flat"):
+        ranked_channel_tiles(geometry(32, 9, 3), None, replace(resources, vec=2), Wanted())
     with pytest.raises(InputError, match="multiple of 16 channels"):
         ranked_channel_tiles(geometry(32, 9, 3), None, resources, Wanted(register_tile=(24, 2)))

@@ -30,6 +30,7 @@ from dispatcher.ops.geometry import ConvGeometry
 
 #: Taps along width whose products are written out one by one for the tiles at the ends of a row.
 MOST_EDGE_TAPS = 9
+LEAST_LANES = 4
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,14 @@ class ChannelLayout(LineLayout):
         return self.tile.box_d * tiles * (cost * group_ic * taps + results) + 2 * TRANSFORM_COST * packing
 
 
+def suits(geometry: ConvGeometry, vec: int) -> bool:
+    """Whether a group's output channels fill half of a vector at least, of lanes enough to transpose."""
+    return vec >= LEAST_LANES and 2 * (geometry.out_channels // geometry.groups) >= vec
+
+
 def channel_tiles(geometry: ConvGeometry, span: int, vec: int, device: DeviceClass) -> list[tuple[int, int]]:
     """Register tiles to choose from: as many positions as registers allow, or fewer that share a row evenly."""
     group_oc = geometry.out_channels // geometry.groups
-    if vec < 4 or 2 * group_oc < vec:
-        return []
     found = []
     for vectors in (1, 2, 4):
         if vectors > 1 and (vectors - 1) * vec >= group_oc:
@@ -134,6 +138,8 @@ def ranked_channel_tiles(
 ) -> list[tuple[float, Tile]]:
     """Legal tiles with their estimated work per image, least first; as :func:`tiles.ranked_tiles`."""
     vec, device = resources.vec, resources.device
+    if vec < LEAST_LANES:
+        raise InputError(f"line is 'channels'; expected rows or flat on a device with vectors of {vec}")
     if wanted.register_tile is not None and wanted.register_tile[0] % vec:
         raise InputError(
             f"tile is {wanted.register_tile[0]}x{wanted.register_tile[1]}; "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl import tuned
-from dispatcher.backends.opencl.channels import channel_tables, layout_of, ranked_channel_tiles
+from dispatcher.backends.opencl.channels import channel_tables, layout_of, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -101,10 +101,11 @@ def ranked(
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     found = ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
-    if winograd or wanted.register_tile is not None or options.line is not None:
+    fixed = winograd or wanted.register_tile is not None or options.line is not None
+    if fixed or not suits(geometry, vec):
         return found
-    other = ranked_channel_tiles(geometry, fold, resources, wanted)
-    return other + found if other and CHANNELS_WORTHWHILE * other[0][0] < found[0][0] else found + other
+    others = ranked_channel_tiles(geometry, fold, resources, wanted)
+    return others + found if CHANNELS_WORTHWHILE * others[0][0] < found[0][0] else found + others
 
 
 def no_transform(geometry: ConvGeometry) -> str | None:

@@ -453,8 +453,8 @@ def device_class(vec: int) -> DeviceClass:
 
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
-#: How much longer packing takes where neighbours in a packed row are none in memory.
-STRIDED_COST = 4.0
+#: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
+STRIDED_COST, GATHERED_COST = 4.0, 16.0
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
 TRANSFORM_COST = 1.0
 
@@ -478,7 +478,8 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
         taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
         products = tile.box_d * line * group_ic * taps
         rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
-        packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
+        apart = {1: 1.0, 2: STRIDED_COST}.get(g.width.step, GATHERED_COST)
+        packing = rows * g.in_channels * row_vectors * apart
         return products + 2 * TRANSFORM_COST * packing
     products = transforms = 0.0
     for d in g.depth.phases:

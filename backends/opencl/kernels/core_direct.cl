@@ -43,6 +43,15 @@ static void pick_row(global REAL *restrict line, global const REAL *restrict row
     PROLOGUE(value, channel);
     STORE_V(value, line + i);
   }
+  // The last vector ends with the row: its lanes are the odd ones from one element earlier on, since nothing is read behind the row.
+  if (i < end && end - first >= VEC && start + 2 * (end - VEC) > 0) {
+    global const REAL *const last = row + start + 2 * (end - VEC) - 1;
+    const real_v low = LOAD_V(last), high = LOAD_V(last + VEC);
+    real_v value = (real_v)(low.odd, high.odd);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + end - VEC);
+    i = end;
+  }
 #endif
   for (; i < end; i += VEC) {
     REAL lanes[VEC];
