@@ -146,7 +146,9 @@ def ranked_channel_tiles(
             f"expected a multiple of {vec} channels with line channels"
         )
     boxes = box_choices(geometry, fold, vec, 1, wanted.box)
-    smallest = ChannelLayout(geometry, fold, Tile(vec, vec, 1, *boxes[0], False, channels=True))
+    smallest = ChannelLayout(
+        geometry, fold, Tile(vec, vec, device.channel_accumulators, *boxes[0], False, channels=True)
+    )
     widths = (0,) if wanted.whole_rows or fold else width_choices(geometry, smallest, resources)
     ranked: list[tuple[float, int, Tile]] = []
     for (number, box), width in product(enumerate(boxes), widths):

@@ -67,7 +67,7 @@ SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
 #: Output channels in the lanes have to save something: estimates are no better, and compilers take longer over them.
-CHANNELS_WORTHWHILE = 1.1
+CHANNELS_WORTHWHILE = 1.08
 #: Below this, Winograd is not chosen: a call is too short to matter.
 WINOGRAD_FLOPS = 1 << 26
 

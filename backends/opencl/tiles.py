@@ -421,8 +421,8 @@ class DeviceClass:
         return max(channels * width, self.vector_load * width + self.broadcast * channels) + 1.0
 
     def channel_cost(self, vectors: int, positions: int) -> float:
-        """The same with so many vectors of output channels, whose weights are aligned, and positions."""
-        return max(vectors * positions, vectors + self.broadcast * positions) + 1.0
+        """The same with so many vectors of output channels and positions; each load feeds few multiply-adds."""
+        return max(vectors * positions, vectors + positions) + 1.0
 
 
 @cache
@@ -579,7 +579,10 @@ def width_choices(geometry: ConvGeometry, smallest: LineLayout, resources: Resou
     """What :attr:`Tile.box_w` is chosen from, by the layout of the smallest box of whole rows."""
     short = smallest.core_size * resources.itemsize <= resources.cache_bytes
     many = math.prod(smallest.boxes) * max(1, geometry.batch) >= 4 * resources.units
-    return (0,) if short and many else (0, *(width for width in WIDTHS if 2 * width <= smallest.positions[2]))
+    parts = tuple(width for width in WIDTHS if 2 * width <= smallest.positions[2])
+    if short:
+        return (0,) if many else (0, *parts)
+    return parts or (0,)
 
 
 def ranked_tiles(
