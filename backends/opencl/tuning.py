@@ -57,9 +57,9 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
                     found.append(replace(options, box=box, line=line).given())
     if suits(geometry, facts.lanes(real)):
         options = Options("direct", line="channels")
-        for _, tile in lines.ranked(geometry, fold, facts, real, options, winograd=False)[:BOXES]:
-            size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
-            found.append(replace(options, tile=size, box=box).given())
+        _, tile = lines.ranked(geometry, fold, facts, real, options, winograd=False)[0]
+        size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
+        found.append(replace(options, tile=size, box=box).given())
     return found
 
 

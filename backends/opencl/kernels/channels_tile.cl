@@ -15,10 +15,13 @@
 #else
 #define IN_ROW(p, tw) 1
 #endif
-// A function of its own to compilers, which take several times as long where they put all kinds of tiles into their caller.
-__attribute__((noinline)) static void TILE_NAME(global const REAL *restrict packed, const int first_d, const int first_h, const int rd,
-                                                const int rh, const int rw, global const REAL *restrict w, const int md,
-                                                const int chunk, real_v results[TILE_V][MOST_W]) {
+// A function of its own to compilers, which take several times as long where they put all kinds of tiles into their caller; but not
+// with few channels, where loops are short and gain from what is known there.
+#if GROUP_IC > 4
+__attribute__((noinline))
+#endif
+static void TILE_NAME(global const REAL *restrict packed, const int first_d, const int first_h, const int rd, const int rh,
+                      const int rw, global const REAL *restrict w, const int md, const int chunk, real_v results[TILE_V][MOST_W]) {
   real_v acc[TILE_W][TILE_V];
   #pragma unroll
   for (int p = 0; p < TILE_W; p++)
