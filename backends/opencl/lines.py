@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl import tuned
+from dispatcher.backends.opencl.channels import channel_tables, layout_of, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -65,6 +66,8 @@ from dispatcher.ops.steps import Pool
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
+#: Output channels in the lanes have to save something: estimates are no better, and compilers take longer over them.
+CHANNELS_WORTHWHILE = 1.08
 #: Below this, Winograd is not chosen: a call is too short to matter.
 WINOGRAD_FLOPS = 1 << 26
 
@@ -91,10 +94,18 @@ def ranked(
     """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
     vec = facts.lanes(real)
     flat = None if options.line is None else options.line == "flat"
+    channels = options.line == "channels"
     rows = None if options.rows is None else int(options.rows)
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows, whole_rows)
     resources = Resources(device_class(facts.vec), vec, real.itemsize, facts.cache, facts.compute_units)
-    return ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
+    if channels:
+        return ranked_channel_tiles(geometry, fold, resources, wanted)
+    found = ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
+    fixed = winograd or wanted.register_tile is not None or options.line is not None
+    if fixed or not suits(geometry, vec):
+        return found
+    others = ranked_channel_tiles(geometry, fold, resources, wanted)
+    return others + found if CHANNELS_WORTHWHILE * others[0][0] < found[0][0] else found + others
 
 
 def no_transform(geometry: ConvGeometry) -> str | None:
@@ -128,7 +139,7 @@ def choose(
             tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd, whole_rows=whole_rows)[0][1]
             return tile, known[1]
     direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False, whole_rows=whole_rows)[0]
-    if options.algorithm == "direct":
+    if options.algorithm == "direct" or options.line == "channels":
         return direct, "asked for"
     reason = no_transform(geometry)
     if reason is not None:
@@ -200,7 +211,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     """
     convolution = group.convolution
     assert convolution is not None
-    layout = LineLayout(convolution.geometry, None if group.fold is None else group.fold[0], tile)
+    layout = layout_of(convolution.geometry, None if group.fold is None else group.fold[0], tile)
     shape = group.steps[-1].shape
     final = group.output == len(group.operator.steps)
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
@@ -223,7 +234,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         "vector": tile.vec,
         "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
         "box": f"{tile.box_d}x{tile.box_h}" + (f"x{tile.box_w}" if tile.box_w else ""),
-        "line": "flat" if tile.flat else "rows",
+        "line": "channels" if tile.channels else "flat" if tile.flat else "rows",
         **({"rows": tile.rows} if tile.winograd else {}),
         "lanes_used": round(layout.lanes_used, 3),
         "scratch_bytes_per_worker": scratch * real.itemsize,
@@ -306,7 +317,9 @@ def render(
         "IW": g.width.input,
         "APART_D": g.depth.step,
         "APART_H": g.height.step,
-        "APART_W": width.step,
+        "APART_W": 1 if tile.channels else width.step,
+        "STEP_W": width.step,
+        **channel_tables(layout),
         "STRIDE_D": g.depth.stride,
         "STRIDE_H": g.height.stride,
         "STRIDE_W": g.width.stride,
@@ -422,6 +435,8 @@ def _direct_tables(layout: LineLayout) -> str:
     return (
         slots
         + table("PHASE_WEIGHTS", direct_starts(layout))
+        + table("CHUNK_FIRST_H", [chunk.first_h for chunk in layout.chunks])
+        + table("CHUNK_LAST_H", [chunk.last_h for chunk in layout.chunks])
         + defines({"PARTS_W": len(parts)})
         + table("PART_W", list(parts))
         + table("PART_EXTENT", [extent for _, extent in parts.values()])

@@ -11,7 +11,7 @@ from dispatcher.problem.messages import brief
 
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
-LINES = ("rows", "flat")
+LINES = ("rows", "flat", "channels")
 WINOGRAD_ROWS = ("2", "3")
 
 
@@ -23,7 +23,9 @@ class Options:
         algorithm: one of :data:`ALGORITHMS`.
         tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
         box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
-        line: ``rows`` or ``flat`` (direct and winograd); see :mod:`dispatcher.backends.opencl.tiles`.
+        line: ``rows`` or ``flat`` (direct and winograd), see :mod:`dispatcher.backends.opencl.tiles`, or ``channels``
+            (direct), where ``tile`` counts output channels and positions; see
+            :mod:`dispatcher.backends.opencl.channels`.
         rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
         fusion: ``off`` makes every step a launch of its own, to see what fusion is worth; ``eager`` lets launches leave
@@ -64,6 +66,10 @@ class Options:
         if parsed.rows is not None and parsed.algorithm != "winograd":
             raise InputError(
                 f"rows is {brief(parsed.rows)} with algorithm {brief(parsed.algorithm)}; only algorithm winograd has it"
+            )
+        if parsed.line == "channels" and parsed.algorithm not in ("auto", "direct"):
+            raise InputError(
+                f"line is 'channels' with algorithm {brief(parsed.algorithm)}; only algorithm direct has it"
             )
         if parsed.tuned not in (None, "ignore"):
             raise InputError(f"tuned is {brief(parsed.tuned)}; expected ignore")

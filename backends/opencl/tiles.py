@@ -42,6 +42,8 @@ class Tile:
         rows: rows along height that a Winograd transform F(rows, n) yields at once, 2 or 3; boxes hold multiples
             of it, and pairs along depth, where the transform is F(2, n). 1 stands for the direct core.
         box_w: positions along width that a work item owns; 0 for all of them.
+        channels: output channels are in the vector lanes, thread_c of them, and thread_w counts positions along a row
+            (direct core); see :mod:`dispatcher.backends.opencl.channels`.
     """
 
     vec: int
@@ -52,6 +54,7 @@ class Tile:
     flat: bool
     rows: int = 1
     box_w: int = 0
+    channels: bool = False
 
     @property
     def winograd(self) -> bool:
@@ -100,11 +103,13 @@ def axis_tables(axis: AxisGeometry, box: int) -> AxisTables:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One register tile along the line: where it reads, where it writes, how many vectors."""
+    """One register tile along the line: where it reads, where it writes, how many vectors, its first and last row."""
 
     x: int
     line: int
     width: int
+    first_h: int
+    last_h: int
 
 
 @dataclass(frozen=True)
@@ -226,15 +231,17 @@ class LineLayout:
         """The register tiles of one line, wide ones first."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
-            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.span)]
+            spans = [(0, 0, 0, (self.line_rows - 1) * self.pitch + self.span)]
         else:
-            spans = [(h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
+            spans = [(h, h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
         chunks = []
-        for x, line, extent in spans:
+        for h, x, line, extent in spans:
             vectors, done = -(-extent // vec), 0
             while done < vectors:
                 width = wide if vectors - done >= wide else 1
-                chunks.append(Chunk(x + done * vec, line + done * vec, width))
+                ends = (done * vec, min((done + width) * vec, extent) - 1)
+                first_h, last_h = (h + end // self.pitch for end in ends)
+                chunks.append(Chunk(x + done * vec, line + done * vec, width, first_h, last_h))
                 done += width
         return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
 
@@ -379,6 +386,7 @@ class DeviceClass:
         broadcast: cost of loading one number into all lanes.
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
         winograd_tiles: the same for the Winograd core.
+        channel_accumulators: vectors that a register tile with output channels in the lanes may take.
         winograd_accumulators: vectors that the register tiles of all height components of the Winograd core,
             which are held at once, may take.
     """
@@ -391,6 +399,7 @@ class DeviceClass:
     register_tiles: tuple[tuple[int, int], ...]
     winograd_tiles: tuple[tuple[int, int], ...]
     winograd_accumulators: int
+    channel_accumulators: int
 
     def tiles(self, rows: int, taps: int) -> tuple[tuple[int, int], ...]:
         """Register tiles of one core.
@@ -411,6 +420,10 @@ class DeviceClass:
         """
         return max(channels * width, self.vector_load * width + self.broadcast * channels) + 1.0
 
+    def channel_cost(self, vectors: int, positions: int) -> float:
+        """The same with so many vectors of output channels and positions; each load feeds few multiply-adds."""
+        return max(vectors * positions, vectors + positions) + 1.0
+
 
 @cache
 def device_classes() -> tuple[DeviceClass, ...]:
@@ -426,6 +439,7 @@ def device_classes() -> tuple[DeviceClass, ...]:
             tuple((c, w) for c, w in entry["register_tiles"]),
             tuple((c, w) for c, w in entry["winograd_tiles"]),
             entry["winograd_accumulators"],
+            entry["channel_accumulators"],
         )
         for entry in json.loads(text)["classes"]
     )
@@ -439,8 +453,8 @@ def device_class(vec: int) -> DeviceClass:
 
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
-#: How much longer packing takes where neighbours in a packed row are none in memory.
-STRIDED_COST = 4.0
+#: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
+STRIDED_COST, GATHERED_COST = 4.0, 16.0
 #: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
 TRANSFORM_COST = 1.0
 
@@ -464,7 +478,8 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
         taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
         products = tile.box_d * line * group_ic * taps
         rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
-        packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
+        apart = {1: 1.0, 2: STRIDED_COST}.get(g.width.step, GATHERED_COST)
+        packing = rows * g.in_channels * row_vectors * apart
         return products + 2 * TRANSFORM_COST * packing
     products = transforms = 0.0
     for d in g.depth.phases:
@@ -521,7 +536,7 @@ def _units(geometry: ConvGeometry, fold: Fold | None, rows: int) -> tuple[int, i
     )
 
 
-def _boxes(
+def box_choices(
     geometry: ConvGeometry, fold: Fold | None, vec: int, rows: int, wanted: tuple[int, int] | None
 ) -> list[tuple[int, int]]:
     """Boxes to choose from, the smallest first; ``wanted`` alone if given, and none where it is not legal."""
@@ -560,11 +575,14 @@ class Resources:
 WIDTHS = (256, 512, 1024, 2048)
 
 
-def _widths(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
+def width_choices(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
     """What :attr:`Tile.box_w` is chosen from, by the layout of the smallest box of whole rows."""
     short = smallest.core_size * resources.itemsize <= resources.cache_bytes
     many = math.prod(smallest.boxes) * max(1, geometry.batch) >= 4 * resources.units
-    return (0,) if short and many else (0, *(width for width in WIDTHS if 2 * width <= smallest.positions[2]))
+    parts = tuple(width for width in WIDTHS if 2 * width <= smallest.positions[2])
+    if short:
+        return (0,) if many else (0, *parts)
+    return parts or (0,)
 
 
 def ranked_tiles(
@@ -586,7 +604,7 @@ def ranked_tiles(
     boxes = [
         (number == 0, box, rows)
         for rows in rows_choices
-        for number, box in enumerate(_boxes(geometry, fold, vec, rows, wanted.box))
+        for number, box in enumerate(box_choices(geometry, fold, vec, rows, wanted.box))
     ]
     if not boxes:
         assert wanted.box is not None
@@ -601,7 +619,9 @@ def ranked_tiles(
     }
     widths: tuple[int, ...] = (0,)
     if not (winograd or wanted.whole_rows or fold):
-        widths = _widths(geometry, LineLayout(geometry, fold, Tile(vec, *register_tiles[1][0], 1, 1, False)), resources)
+        widths = width_choices(
+            geometry, LineLayout(geometry, fold, Tile(vec, *register_tiles[1][0], 1, 1, False)), resources
+        )
     ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
     for (smallest, box, rows), width, flat in product(boxes, widths, forms):
         for number, register_tile in enumerate(register_tiles[rows]):

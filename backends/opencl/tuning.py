@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dispatcher.backends.opencl import lines, tuned
+from dispatcher.backends.opencl.channels import suits
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
@@ -54,6 +55,11 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
                 for _, tile in ranked[:BOXES]:
                     box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
                     found.append(replace(options, box=box, line=line).given())
+    if suits(geometry, facts.lanes(real)):
+        options = Options("direct", line="channels")
+        _, tile = lines.ranked(geometry, fold, facts, real, options, winograd=False)[0]
+        size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
+        found.append(replace(options, tile=size, box=box).given())
     return found
 
 

@@ -43,7 +43,22 @@ typedef PASTE(REAL, VEC) real_v;
 #else
 #define LANE0(v) ((v).s0)
 #endif
-#if VEC == 4
+// Compilers take long over many vectors that are put together lane by lane: one builtin does it where there is one.
+#if VEC > 1 && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE_V __builtin_shufflevector
+#endif
+#endif
+#if defined(SHUFFLE_V) && VEC == 4
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 4, 1, 5)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 2, 6, 3, 7)
+#elif defined(SHUFFLE_V) && VEC == 8
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 8, 1, 9, 2, 10, 3, 11)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 4, 12, 5, 13, 6, 14, 7, 15)
+#elif defined(SHUFFLE_V) && VEC == 16
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif VEC == 4
 #define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0, a.s1, b.s1))
 #define INTERLEAVE_HIGH(a, b) ((real_v)(a.s2, b.s2, a.s3, b.s3))
 #elif VEC == 8
