@@ -2,6 +2,7 @@
 # make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
 # make quick   install the same, and run in less than a minute those of them that need few kernels
 # make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
+# make test-torch  install PyTorch as well, and run the tests of dispatcher.torch, which are skipped without it
 # make check-large  every problem at a published size on OpenCL, all elements against the reference; goes on where it
 #              was broken off; LARGE="--seconds 600" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
@@ -17,6 +18,7 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
+TORCH_STAMP := $(VENV)/.installed-torch
 BENCH ?=
 FUZZ ?=
 LARGE ?=
@@ -34,7 +36,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test quick check check-large fuzz exports bench clean
+.PHONY: run test test-torch quick check check-large fuzz exports bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -44,6 +46,9 @@ test: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_family.py -k 'test_sample and cuda'
 	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
+
+test-torch: $(TORCH_STAMP)
+	DISPATCHER_TEST_REQUIRE=opencl,torch $(BIN)/python -m pytest $(PYTEST) tests/test_torch_*.py
 
 quick: $(DEV_STAMP)
 	DISPATCHER_TEST_EXAMPLES=0.1 $(BIN)/python -m pytest $(PYTEST) $(QUICK:%=tests/test_%.py)
@@ -84,6 +89,10 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	$(BIN)/python -m tests.cudasim.pycuda_wheel --install
 	touch $@ $(RUN_STAMP)
+
+$(TORCH_STAMP): $(DEV_STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,torch]'
+	touch $@
 
 $(BENCH_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,bench]'

@@ -97,7 +97,7 @@ SetOption = Annotated[
     _option("NAME=VALUE", "A size, a scalar, or a shorthand: stride=2, stride=2,2,1. Repeatable.", "--set"),
 ]
 DtypeOption = Annotated[
-    str | None, _option("DTYPE", "float16, float32 or float64, for every tensor; float32 if left out.")
+    str | None, _option("DTYPE", "float16, bfloat16, float32 or float64, for every tensor; float32 if left out.")
 ]
 PrecisionOption = Annotated[str, _option("P", "fp32, or tf32 to allow 10-bit mantissas in matrix products.")]
 SeedOption = Annotated[str, _option("N", "Seed of the random tensors, from 0 to 2**64 - 1.")]

@@ -40,12 +40,12 @@ ROOMS = (
     "plan",
     "device",
     "call",
+    "torch",
     "check",
     "timing",
     "export",
     "scale",
     "dask",
-    "torch",
     "report",
 )
 
@@ -166,7 +166,15 @@ def test_only_the_command_line_imports_the_report() -> None:
 
 def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
     loaded = loaded_by("import dispatcher")
-    assert not {name.partition(".")[0] for name in loaded} & {"pyopencl", "pycuda", "yaml", "typer", "rich", "numpy"}
+    assert not {name.partition(".")[0] for name in loaded} & {
+        "pyopencl",
+        "pycuda",
+        "yaml",
+        "typer",
+        "rich",
+        "numpy",
+        "torch",
+    }
     assert not any(name.startswith("dispatcher.backends") for name in loaded)
 
 

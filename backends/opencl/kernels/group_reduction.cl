@@ -62,8 +62,8 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
     total = fma(apart, share, total);
     farthest = max_v(farthest, fabs(apart));
   }
-  const REAL mean = sum_over_slices(total, partial, lane, slice) + shift;
   const REAL factor = factor_over_slices(farthest, partial, lane, slice);
+  const REAL mean = coarse(sum_over_slices(total, partial, lane, slice) + shift, max_over_slices(farthest, partial, lane, slice));
   KEPT_SUM(rest)
   KEPT_SUM(squares)
   EACH_ELEMENT {
@@ -72,10 +72,14 @@ kernel void normalize_group(global const REAL *x, global const REAL *restrict op
     KEEP(squares, deviation * deviation)
   }
   rest = sum_over_slices(rest, partial, lane, slice) * share;
-  squares = sum_over_slices(squares, partial, lane, slice);
-  const REAL scale = SCALE_OF(squares, rest, factor, COUNT, operands[EPS]);
+  const REAL high = coarse(squares, max_over_slices(squares, partial, lane, slice));
+  const REAL low = sum_over_slices((squares - high) - squares_lost, partial, lane, slice);
+  squares = sum_over_slices(high, partial, lane, slice) + low;
+  REAL scale_lost;
+  const REAL scale = scale_of(squares, rest, factor, COUNT, operands[EPS], &scale_lost), offset = -rest * scale;
   EACH_ELEMENT {
-    REAL value = fma((x[base + OFFSET(i)] - mean) * factor, scale, -rest * scale);
+    const REAL deviation = (x[base + OFFSET(i)] - mean) * factor;
+    REAL value = fma(deviation, scale, fma(deviation, scale_lost, offset));
     AFFINE(value, CHANNEL(result, i));
     TAIL(value);
     y[base + OFFSET(i)] = value;

@@ -3,8 +3,8 @@
 // A tile's sums mix all its input rows, so that an output gets rounding errors of the size of the tile's largest element, also of one
 // that it does not read. They vanish in the output's own rounding where two things hold in each lane; a chunk with any other lane is
 // left to the direct sums below:
-//   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least a
-//     third of those of the tile's largest output. What it reads is then not small beside what the others read.
+//   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least
+//     1/MOST_APART of those of the tile's largest output. What it reads is then not small beside what the others read.
 //   - No input channel dominates: in the depth component of the planes that both rows along depth read (in each one at borders, where
 //     there may be no such plane) the transformed magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest
 //     channel's. An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
@@ -15,6 +15,8 @@
 //   sums    [rw][group][jd][jh][LINE]: of the magnitudes of results, over channels, lanes as in lines
 //   direct  [rw][group][chunk]: 1 where a chunk is computed directly
 
+// How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance.
+#define MOST_APART (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC))
 #if VEC == 1
 #define ANY_V(condition) (condition)
 #else
@@ -48,7 +50,7 @@ static bool small_output(global const REAL *sums, const int rd, const int rh, co
           if (jd < planes && jh < rows) least = min(least, sum);
           largest = max(largest, sum);
         }
-      if (R(3.0) * least < largest || largest == INFINITY) return true;
+      if (MOST_APART * least < largest || largest == INFINITY) return true;
     }
   return false;
 }
@@ -68,7 +70,7 @@ static bool uneven(global const REAL *loads, global const REAL *sums, const int 
       least = sum < least ? sum : least;
       largest = sum > largest ? sum : largest;
     }
-    if (!ANY_V(SPLAT(R(3.0)) * least < largest || largest == SPLAT(INFINITY))) continue;
+    if (!ANY_V(SPLAT(MOST_APART) * least < largest || largest == SPLAT(INFINITY))) continue;
     for (int at = first; at < first + VEC; at++)
       if (at % ROW < POSITIONS_W && small_output(sums, rd, rh, planes, min(LINES_H, rows - at / ROW * LINES_H), at)) return true;
   }
