@@ -14,6 +14,7 @@ pytest.importorskip("pyopencl")
 
 from dispatcher.backends.opencl import lines
 from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.render import kernel_source
 from dispatcher.backends.opencl.runtime import Facts
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, imbalance, work
 from dispatcher.backends.opencl.tiles import device_class as class_of
@@ -100,3 +101,8 @@ def test_many_cores_get_smaller_boxes_where_items_are_few() -> None:
 def test_a_large_batch_gets_the_same_boxes_on_any_device() -> None:
     geometry = replace(GEOMETRIES["one_image"][0], batch=512)
     assert len({chosen(geometry, units).tile for units in UNITS}) == 1
+
+
+def test_the_kernel_says_that_it_has_vectors_of_its_own() -> None:
+    """Otherwise Intel's compiler makes a second kernel, over many work-items, that no launch runs."""
+    assert "reqd_work_group_size(1, 1, 1), vec_type_hint(real_v)" in kernel_source("conv_transpose3d_lines.cl")

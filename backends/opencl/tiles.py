@@ -387,8 +387,8 @@ class DeviceClass:
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
         winograd_tiles: the same for the Winograd core.
         channel_accumulators: vectors that a register tile with output channels in the lanes may take.
-        winograd_accumulators: vectors that the register tiles of all height components of the Winograd core,
-            which are held at once, may take.
+        winograd_accumulators: vectors that the products of all height components of a tile may take. They are made one
+            component after another in registers, and wait in the first-level cache for the transform.
     """
 
     name: str

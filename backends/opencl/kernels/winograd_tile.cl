@@ -3,9 +3,10 @@
 //
 //   z[b][c][lane] = sum over taps tw along width and input channels i of  w[b][tw][i][c] * v[b][i][lane + offset(tw)]
 //
-// for each height component b, then the inverse transform along height, and the results added to the lines of the two rows along
-// depth: component `part` of the depth transform enters row 0 unless it is the last, row 1 unless it is the first (negated where
-// NEGATE_D says so). The same products as in conv_tile.cl, with the taps along depth and height gone into the transforms.
+// for each height component b, one after another in registers, then the inverse transform along height, and the results added to the
+// lines of the two rows along depth: component `part` of the depth transform enters row 0 unless it is the last, row 1 unless it is the
+// first (negated where NEGATE_D says so). The same products as in conv_tile.cl, with the taps along depth and height gone into the
+// transforms.
 //
 // Args:
 //   v        lines of height component 0, at the group's first channel and the tile's first position
@@ -20,12 +21,13 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
                           const int part, global REAL *restrict line, global const REAL *restrict operands, const int channel,
                           global REAL *restrict sums, real_v *poison) {
   real_v z[PARTS][THREAD_C][TILE_W];
-#pragma unroll
+#pragma unroll 1
   for (int b = 0; b < PARTS; b++) {
+    real_v acc[THREAD_C][TILE_W];
 #pragma unroll
     for (int c = 0; c < THREAD_C; c++)
 #pragma unroll
-      for (int j = 0; j < TILE_W; j++) z[b][c][j] = SPLAT(R(0.0));
+      for (int j = 0; j < TILE_W; j++) acc[c][j] = SPLAT(R(0.0));
 #pragma unroll 1
     for (int tw = 0; tw < TAPS_W[rw]; tw++) {
       global const REAL *restrict vr = v + b * PLANE + OFFSET_W[rw][tw];
@@ -38,12 +40,16 @@ static void WINOGRAD_TILE(global const REAL *restrict v, const int rw, global co
         for (int c = 0; c < THREAD_C; c++) {
           const real_v wc = SPLAT(w[c]);
 #pragma unroll
-          for (int j = 0; j < TILE_W; j++) z[b][c][j] = fma(vv[j], wc, z[b][c][j]);
+          for (int j = 0; j < TILE_W; j++) acc[c][j] = fma(vv[j], wc, acc[c][j]);
         }
         vr += CHANNEL;
         w += THREAD_C;
       }
     }
+#pragma unroll
+    for (int c = 0; c < THREAD_C; c++)
+#pragma unroll
+      for (int j = 0; j < TILE_W; j++) z[b][c][j] = acc[c][j];
   }
 #pragma unroll
   for (int jd = 0; jd < 2; jd++) {
