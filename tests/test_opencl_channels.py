@@ -14,10 +14,11 @@ from tests.strategies import DEVICES, Place, call_on, operator_of
 pytest.importorskip("pyopencl")
 
 from dispatcher.backends.opencl.channels import ChannelLayout, ranked_channel_tiles, suits
+from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.lines import choose
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.target import Facts, Limits, Target
-from dispatcher.backends.opencl.tiles import Resources, Wanted, device_class
+from dispatcher.backends.opencl.tiles import Resources, Wanted
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 

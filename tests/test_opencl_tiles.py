@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from dispatcher.backends.opencl import lines
+from dispatcher.backends.opencl.classes import device_class as class_of
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
 from dispatcher.backends.opencl.runtime import Facts
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, imbalance, work
-from dispatcher.backends.opencl.tiles import device_class as class_of
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 
 FACTS = Facts(

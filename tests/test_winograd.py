@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatcher.backends.opencl.classes import device_class, device_classes
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.tiles import (
     WINOGRAD_ROWS,
@@ -19,8 +20,6 @@ from dispatcher.backends.opencl.tiles import (
     Resources,
     Tile,
     Wanted,
-    device_class,
-    device_classes,
     ranked_tiles,
     winograd_rows,
 )

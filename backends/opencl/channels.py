@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.backends.opencl.tiles import (
     TRANSFORM_COST,
     Chunk,
-    DeviceClass,
     Fold,
     LineLayout,
     Resources,

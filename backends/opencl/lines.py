@@ -15,6 +15,7 @@ import numpy as np
 
 from dispatcher.backends.opencl import tuned
 from dispatcher.backends.opencl.channels import channel_tables, layout_of, ranked_channel_tiles, suits
+from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -40,16 +41,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import (
-    WINOGRAD_CHANNELS,
-    Fold,
-    LineLayout,
-    Resources,
-    Tile,
-    Wanted,
-    device_class,
-    ranked_tiles,
-)
+from dispatcher.backends.opencl.tiles import WINOGRAD_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted, ranked_tiles
 from dispatcher.backends.opencl.winograd import (
     MOST_TAPS,
     Row,

@@ -7,13 +7,12 @@ which wastes fewer lanes when a row is not a multiple of the vector.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from itertools import product
 
+from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
@@ -372,83 +371,6 @@ class LineLayout:
 def box_unit(axis: AxisGeometry, window: int) -> int:
     """Fewest positions along ``axis`` whose outputs are whole windows."""
     return math.lcm(axis.stride, window) // axis.stride
-
-
-@dataclass(frozen=True)
-class DeviceClass:
-    """Defaults for one class of CPU devices; see ``device_classes.json``.
-
-    Attributes:
-        name: for people.
-        origin: where the numbers come from.
-        vec: lanes of a vector of float.
-        vector_load: cost of loading a vector from any address, in vector multiply-adds.
-        broadcast: cost of loading one number into all lanes.
-        register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
-        winograd_tiles: the same for the Winograd core.
-        channel_accumulators: vectors that a register tile with output channels in the lanes may take.
-        winograd_accumulators: vectors that the products of all height components of a tile may take. They are made one
-            component after another in registers, and wait in the first-level cache for the transform.
-    """
-
-    name: str
-    origin: str
-    vec: int
-    vector_load: float
-    broadcast: float
-    register_tiles: tuple[tuple[int, int], ...]
-    winograd_tiles: tuple[tuple[int, int], ...]
-    winograd_accumulators: int
-    channel_accumulators: int
-
-    def tiles(self, rows: int, taps: int) -> tuple[tuple[int, int], ...]:
-        """Register tiles of one core.
-
-        Args:
-            rows: as in :class:`Tile`.
-            taps: the most taps of a phase along height.
-        """
-        if rows == 1:
-            return self.register_tiles
-        parts = taps + rows - 1
-        return tuple((c, w) for c, w in self.winograd_tiles if c * w * parts <= self.winograd_accumulators)
-
-    def tile_cost(self, channels: int, width: int) -> float:
-        """One input channel and tap of a register tile, in vector multiply-adds.
-
-        Multiply-adds and loads run side by side, so that the larger share counts; the loop costs about one.
-        """
-        return max(channels * width, self.vector_load * width + self.broadcast * channels) + 1.0
-
-    def channel_cost(self, vectors: int, positions: int) -> float:
-        """The same with so many vectors of output channels and positions; each load feeds few multiply-adds."""
-        return max(vectors * positions, vectors + positions) + 1.0
-
-
-@cache
-def device_classes() -> tuple[DeviceClass, ...]:
-    """The shipped device classes."""
-    text = (files("dispatcher.backends.opencl") / "device_classes.json").read_text(encoding="utf-8")
-    return tuple(
-        DeviceClass(
-            entry["name"],
-            entry["origin"],
-            entry["vec"],
-            entry["vector_load"],
-            entry["broadcast"],
-            tuple((c, w) for c, w in entry["register_tiles"]),
-            tuple((c, w) for c, w in entry["winograd_tiles"]),
-            entry["winograd_accumulators"],
-            entry["channel_accumulators"],
-        )
-        for entry in json.loads(text)["classes"]
-    )
-
-
-def device_class(vec: int) -> DeviceClass:
-    """The class of a device with ``vec`` lanes of float: the widest that is not wider."""
-    fitting = [entry for entry in device_classes() if entry.vec <= vec]
-    return max(fitting, key=lambda entry: entry.vec) if fitting else device_classes()[-1]
 
 
 #: Estimates that differ by less do not say which tile is faster.

@@ -9,10 +9,11 @@ import numpy as np
 
 from dispatcher.backends.opencl import lines, tuned
 from dispatcher.backends.opencl.channels import suits
+from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
-from dispatcher.backends.opencl.tiles import Fold, device_class, winograd_rows
+from dispatcher.backends.opencl.tiles import Fold, winograd_rows
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.plan.groups import split
 from dispatcher.problem.operator import Operator
