@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dispatcher.problem.operator import Operator
-from tests.strategies import DEVICES, Place, call_on, operator_of
+from tests.strategies import DEVICES, Place, call_on, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
 
@@ -94,6 +94,18 @@ def geometry(channels: int, extent: int, kernel: int, stride: int = 1, padding: 
     """A square convolution of one image."""
     axes = [AxisGeometry.ordinary(name, extent, kernel, stride, (padding, padding)) for name in ("height", "width")]
     return ConvGeometry(1, channels, channels, 1, AxisGeometry.ordinary("depth", 1, 1), axes[0], axes[1])
+
+
+@pytest.mark.parametrize("line", ["rows", "flat", "channels"])
+@pytest.mark.parametrize("place", HERE, ids=str)
+def test_rows_of_results_that_are_longer_than_packed_ones(place: Place, line: str) -> None:
+    """With more padding than a window needs; some rows of taps lie outside the tensor, others inside."""
+    place.need()
+    for extent in (1, 6):
+        operator = conv((2, 4, 1, extent, 15), 9, (1, 5, 2), padding=[0, 4, 6], stride=[1, 3, 1], dilation=[1, 2, 1])
+        tensors = tensors_of(operator, "integers")
+        result = call_on(operator, tensors, place.device, {"algorithm": "direct", "line": line})()
+        np.testing.assert_array_equal(result, Place("numpy").run(operator.problem, **tensors))
 
 
 @pytest.mark.parametrize("vec", [4, 8, 16])

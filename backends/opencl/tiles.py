@@ -239,8 +239,9 @@ class LineLayout:
             while done < vectors:
                 width = wide if vectors - done >= wide else 1
                 ends = (done * vec, min((done + width) * vec, extent) - 1)
-                first_h, last_h = (h + end // self.pitch for end in ends)
-                chunks.append(Chunk(x + done * vec, line + done * vec, width, first_h, last_h))
+                # A row of results may be longer than a packed one; what lies beyond reads nothing but zeros.
+                rows = [min(end // self.pitch, self.line_rows - 1) if self.tile.flat else h for end in ends]
+                chunks.append(Chunk(x + done * vec, line + done * vec, width, *rows))
                 done += width
         return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
 
