@@ -121,7 +121,9 @@ def test_the_dispatcher_reaches_backends_lazily() -> None:
         if path.name == "__main__.py":  # the command line itself
             continue
         modules = set(imported(path))
-        assert path.name == "__main__.py" or not modules & {"dispatcher.cli", "typer"}, path
+        # The report is the command line's own room, which nobody else imports.
+        ours = {"dispatcher.cli"} if path.parent.name == "report" else {"dispatcher.cli", "typer"}
+        assert not modules & ours, path
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 text = ast.unparse(statement)
