@@ -18,7 +18,7 @@ from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.lines import choose
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.target import Facts, Limits, Target
-from dispatcher.backends.opencl.tiles import Resources, Wanted
+from dispatcher.backends.opencl.tiles import Fold, Resources, Wanted
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 
@@ -154,3 +154,5 @@ def test_what_no_tile_can_be_is_refused() -> None:
         ranked_channel_tiles(geometry(32, 9, 3), None, replace(resources, vec=2), Wanted())
     with pytest.raises(InputError, match="multiple of 16 channels"):
         ranked_channel_tiles(geometry(32, 9, 3), None, resources, Wanted(register_tile=(24, 2)))
+    with pytest.raises(InputError, match="box is 1x1; expected multiples of 1x3"):
+        ranked_channel_tiles(geometry(32, 9, 3), Fold("max", (1, 3, 1)), resources, Wanted(box=(1, 1)))

@@ -21,8 +21,8 @@ from dispatcher.backends.opencl.tiles import (
     Resources,
     Tile,
     Wanted,
-    box_choices,
     imbalance,
+    legal_boxes,
     width_choices,
 )
 from dispatcher.errors import InputError
@@ -136,7 +136,11 @@ def channel_tiles(geometry: ConvGeometry, span: int, vec: int, device: DeviceCla
 def ranked_channel_tiles(
     geometry: ConvGeometry, fold: Fold | None, resources: Resources, wanted: Wanted
 ) -> list[tuple[float, Tile]]:
-    """Legal tiles with their estimated work per image, least first; as :func:`tiles.ranked_tiles`."""
+    """Legal tiles with their estimated work per image, least first; as :func:`tiles.ranked_tiles`.
+
+    Raises:
+        InputError: a vector, tile or box that is asked for does not suit this form.
+    """
     vec, device = resources.vec, resources.device
     if vec < LEAST_LANES:
         raise InputError(f"line is 'channels'; expected rows or flat on a device with vectors of {vec}")
@@ -145,20 +149,20 @@ def ranked_channel_tiles(
             f"tile is {wanted.register_tile[0]}x{wanted.register_tile[1]}; "
             f"expected a multiple of {vec} channels with line channels"
         )
-    boxes = box_choices(geometry, fold, vec, 1, wanted.box)
+    boxes = legal_boxes(geometry, fold, vec, (1,), wanted.box)
     smallest = ChannelLayout(
-        geometry, fold, Tile(vec, vec, device.channel_accumulators, *boxes[0], False, channels=True)
+        geometry, fold, Tile(vec, vec, device.channel_accumulators, *boxes[0][1], False, channels=True)
     )
     widths = (0,) if wanted.whole_rows or fold else width_choices(geometry, smallest, resources)
     ranked: list[tuple[float, int, Tile]] = []
-    for (number, box), width in product(enumerate(boxes), widths):
+    for (least, box, _), width in product(boxes, widths):
         span = width or smallest.span
         tiles = channel_tiles(geometry, span, vec, device) if wanted.register_tile is None else [wanted.register_tile]
         for register_tile in tiles:
             tile = Tile(vec, *register_tile, *box, False, box_w=width, channels=True)
             layout = ChannelLayout(geometry, fold, tile)
             size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
-            if size <= resources.cache_bytes or number == 0:
+            if size <= resources.cache_bytes or least:
                 items = math.prod(layout.boxes)
                 cost = items * layout.work(device) * imbalance(items * max(1, geometry.batch), resources.units)
                 ranked.append((cost if size <= resources.cache_bytes else 1.5 * cost, size, tile))

@@ -475,6 +475,26 @@ def box_choices(
     ]
 
 
+def legal_boxes(
+    geometry: ConvGeometry, fold: Fold | None, vec: int, rows_choices: tuple[int, ...], wanted: tuple[int, int] | None
+) -> list[tuple[bool, tuple[int, int], int]]:
+    """:func:`box_choices` for each number of rows: whether the box is the smallest one, the box, and the rows.
+
+    Raises:
+        InputError: the box that is asked for does not hold whole windows or whole Winograd tiles.
+    """
+    found = [
+        (number == 0, box, rows)
+        for rows in rows_choices
+        for number, box in enumerate(box_choices(geometry, fold, vec, rows, wanted))
+    ]
+    if not found:
+        assert wanted is not None
+        unit_d, unit_h = _units(geometry, fold, rows_choices[0])
+        raise InputError(f"box is {wanted[0]}x{wanted[1]}; expected multiples of {unit_d}x{unit_h} for this operator")
+    return found
+
+
 @dataclass(frozen=True)
 class Resources:
     """What a device offers to a launch.
@@ -524,17 +544,7 @@ def ranked_tiles(
     rows_choices: tuple[int, ...] = (1,)
     if winograd:
         rows_choices = winograd_rows(geometry) if wanted.rows is None else (wanted.rows,)
-    boxes = [
-        (number == 0, box, rows)
-        for rows in rows_choices
-        for number, box in enumerate(box_choices(geometry, fold, vec, rows, wanted.box))
-    ]
-    if not boxes:
-        assert wanted.box is not None
-        unit_d, unit_h = _units(geometry, fold, rows_choices[0])
-        raise InputError(
-            f"box is {wanted.box[0]}x{wanted.box[1]}; expected multiples of {unit_d}x{unit_h} for this operator"
-        )
+    boxes = legal_boxes(geometry, fold, vec, rows_choices, wanted.box)
     forms = (False, True) if wanted.flat is None else (wanted.flat,)
     register_tiles = {
         rows: device.tiles(rows, geometry.height.most_taps) if wanted.register_tile is None else (wanted.register_tile,)

@@ -96,7 +96,7 @@ def _convolution(step: Convolution, rank: int) -> str:
 
 def inputs(problem: Problem) -> list[Parameter]:
     """Tensors that a call of the model brings: the pipeline's input, and others with as many batch items."""
-    source = problem.pipeline[0].source or problem.tensors[0].name
+    source = problem.source
     first = next(tensor for tensor in problem.tensors if tensor.name == source)
     batch = (first.shape or [None])[0]
     weights = {spec.fields.get("weight") for spec in problem.pipeline}

@@ -102,7 +102,12 @@ class Operator:
     @property
     def mixes_batch(self) -> bool:
         """True when some step combines elements of different batch items."""
-        return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in self.steps)
+        return bool(self.mixing)
+
+    @property
+    def mixing(self) -> tuple[Step, ...]:
+        """The steps that combine elements of different batch items."""
+        return tuple(step for step in self.steps if isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes)
 
     @property
     def empty(self) -> bool:
@@ -197,7 +202,7 @@ def bind(
         for expression, extent in zip(tensor.shape, shapes[tensor.name], strict=True):
             if extent < 0:
                 raise InputError(f"tensor {tensor.name}: extent {expression} is {extent}; it must be 0 or more")
-    source = problem.pipeline[0].source or problem.tensors[0].name
+    source = problem.source
     binder = _Binder(problem.rank, sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)

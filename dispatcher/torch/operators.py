@@ -176,7 +176,7 @@ class _Definition:
 
     def _with_some_batch(self, named: Mapping[str, Any]) -> tuple[Any, Any]:
         """The operator for another batch and the batch itself, where that is a symbol and nothing but the batch."""
-        source = self.problem.pipeline[0].source or self.problem.tensors[0].name
+        source = self.problem.source
         if source not in named or isinstance(named[source].shape[0], int):
             return None, None
         first = {tensor.name: str((tensor.shape or ("",))[0]) for tensor in self.problem.tensors}

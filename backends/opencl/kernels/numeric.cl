@@ -106,7 +106,7 @@ inline void keep(real_v *total, real_v *lost, const real_v term) {
 
 // Of rows longer than the channels: that scale in two parts, `lost` what the first one lacks. What is left is the rounding of
 // squares, so that elements come out as nearly rounded once, provided that their distance from the mean is exact: see coarse().
-inline real_v scale_of(const real_v squares, const real_v rest, const real_v factor, const real_v count, const REAL eps, real_v *lost) {
+inline real_v split_scale(const real_v squares, const real_v rest, const real_v factor, const real_v count, const REAL eps, real_v *lost) {
   const real_v part = squares / count, more = fma(-part, count, squares) / count + fma(-rest, rest, eps * factor * factor);
   const real_v variance = part + more, added = variance - part;
   const real_v variance_lost = (part - (variance - added)) + (more - added);

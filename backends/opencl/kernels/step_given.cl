@@ -85,7 +85,7 @@ static real_v squares_with(const real_v squares, const REAL factor) {
   }                                                                                            \
   const REAL rest = sum_of_lanes(rests) * share, square = sum_of_lanes(squares);               \
   real_v scale_lost;                                                                           \
-  const real_v scale = scale_of(SPLAT(square), SPLAT(rest), SPLAT(factor), SPLAT(COUNT), operands[EPS], &scale_lost); \
+  const real_v scale = split_scale(SPLAT(square), SPLAT(rest), SPLAT(factor), SPLAT(COUNT), operands[EPS], &scale_lost); \
   const real_v centre = coarse(SPLAT(mean), SPLAT(sqrt(square))), offset = ((centre - mean) * factor - rest) * scale;
 #endif
 

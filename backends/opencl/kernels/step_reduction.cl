@@ -88,7 +88,7 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
     }
     rest = COMBINE_SUM(rest) * share;
-    const real_v scale = scale_of(squares, rest, factor, SPLAT(COUNT), operands[EPS], &scale_lost), offset = -rest * scale;
+    const real_v scale = split_scale(squares, rest, factor, SPLAT(COUNT), operands[EPS], &scale_lost), offset = -rest * scale;
     EACH_RUN {
       EACH_IN_RUN {
         const real_v deviation = APART(mean) * factor;
