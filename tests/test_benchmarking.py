@@ -118,10 +118,10 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 # ---- what is measured --------------------------------------------------------------------------------------
 def test_64_times_the_work_takes_more_than_8_times_the_time(backend_device: Device) -> None:
     sizes = {"in_channels": 8, "out_channels": 8, "kernel_size": 3, "stride": 1, "padding": 1}
-    medians = []
+    batch, medians = 1 if backend_device.kind == "reference" else 4, []
     for extent in (8, 32):
         outcome = dispatcher.benchmark(
-            CONV, device=backend_device.id, repeats=3, warmup=1, batch_size=4, **sizes,
+            CONV, device=backend_device.id, repeats=3, warmup=1, batch_size=batch, **sizes,
             depth=extent, height=extent, width=extent, output_padding=0, dilation=1, groups=1,
         )  # fmt: skip
         medians.append((outcome.operator.flops, outcome.warm.wall.min_s, outcome.cold.wall.min_s))
