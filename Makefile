@@ -6,7 +6,7 @@
 # make check-large  every problem at a published size on OpenCL, all elements against the reference; goes on where it
 #              was broken off; LARGE="--seconds 600" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
-# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc if there is one
+# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc from PyPI
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
