@@ -877,7 +877,7 @@ def test_a_chart_that_cannot_be_drawn_ends_it_at_once(
     fake: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if Matplotlib were there
-    for path in ("chart.svg", str(tmp_path / "none" / "chart.png")):
+    for path in ("chart.gif", str(tmp_path / "none" / "chart.png")):
         code, out, err = bench(capsys, CONV, "--plot", path)
         assert (code, out, err.count("\n")) == (2, "", 1) and path in err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
