@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from dispatcher.errors import InputError
-from dispatcher.report import words
+from dispatcher.report import streams, words
 from dispatcher.report.streams import answer, complain, note_skipped, progress
 
 
@@ -19,6 +20,7 @@ def judge(
     settings: Sequence[str] | None,
     given: dict[str, Any],
     as_json: bool,
+    picture: Path | None,
     **more: Any,
 ) -> None:
     """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
@@ -47,6 +49,7 @@ def judge(
             words.say_judgement(judgement, apart=number > 0)
         if not judgement.passed:
             complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
+    streams.draw(judgements, picture)
     raise typer.Exit(min(codes, default=0))
 
 
