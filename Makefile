@@ -7,6 +7,7 @@
 #              was broken off; LARGE="--seconds 600" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
 # make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc if there is one
+# make docs    build the manual, into site/; warnings are errors
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
@@ -18,6 +19,7 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 TORCH_STAMP := $(VENV)/.installed-torch
 BENCH ?=
 FUZZ ?=
@@ -36,7 +38,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test test-torch quick check check-large fuzz exports bench clean
+.PHONY: run test test-torch quick check check-large fuzz exports docs bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -71,11 +73,14 @@ fuzz: $(DEV_STAMP)
 exports: $(DEV_STAMP)
 	$(ON_CUDA) DISPATCHER_CUDA_SIM_DEVICES=1 DISPATCHER_TEST_EXPORTS=all $(BIN)/python -m pytest $(PYTEST) tests/test_cuda_export.py
 
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 bench: $(BENCH_STAMP)
 	$(BIN)/python bench/cpu_peers.py $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -92,6 +97,10 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 
 $(TORCH_STAMP): $(DEV_STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,torch]'
+	touch $@
+
+$(DOCS_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 $(BENCH_STAMP): pyproject.toml | $(BIN)/python
