@@ -22,7 +22,7 @@ from dispatcher import cli
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 #: Pages from files of the checkout, by their place in the site.
-TAKEN = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+TAKEN = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "bench.md": "bench/README.md"}
 LINK = re.compile(
     r"\[([^\]]*)\]\((?:\.\./)*((?:backends|bench|dispatcher|docs|examples|problems|tests)(?![a-z])[^)#]*|[A-Z]+\.md)(#[^)]*)?\)"
 )
