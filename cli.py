@@ -589,8 +589,8 @@ def bench_command(
         str | None,
         option(
             "PEER,...",
-            "Other libraries that take turns with the devices: torch, torch-channels-last, torch-compile, "
-            "torch-compile-channels-last, onnxruntime, openvino.",
+            "Other libraries that take turns with the devices: torch, torch-compile, onnxruntime, openvino, on GPUs "
+            "torch-cudnn and torch-max-autotune; torch's also with -channels-last behind the name.",
         ),
     ] = None,
     repeat: Annotated[str | None, option("N", "Rounds; if left out, until the medians are known well.")] = None,
