@@ -35,6 +35,9 @@ ON_CUDA := DISPATCHER_CUDA_SIM=1 DISPATCHER_TEST_REQUIRE=cuda
 THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISPATCHER_CUDA_SIM_MMA=rz \
 	DISPATCHER_TEST_EXAMPLES=0.5
 
+# A quick start whose blocks need what a run has: the page's name and ]' follow.
+PAGE := 'tests/test_docs.py::test_every_block_of_a_page_runs[docs/quickstart
+
 # Without compilers: files, arguments, devices, the reference. With them: three problems on OpenCL and two on CUDA.
 QUICK := api arguments expressions filecache groups imports loader numpy_ref problem_files selection signatures
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
@@ -47,12 +50,12 @@ run: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	DISPATCHER_TEST_REQUIRE=opencl,$(REQUIRE) $(BIN)/python -m pytest $(PYTEST) --ignore-glob='tests/test_cuda*'
-	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
+	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py $(PAGE)/competitions.md]'
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_family.py -k 'test_sample and cuda'
 	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
 
 test-torch: $(TORCH_STAMP)
-	DISPATCHER_TEST_REQUIRE=opencl,torch $(BIN)/python -m pytest $(PYTEST) tests/test_torch_*.py
+	DISPATCHER_TEST_REQUIRE=opencl,torch $(BIN)/python -m pytest $(PYTEST) tests/test_torch_*.py $(PAGE)/competitions.md]' $(PAGE)/pytorch.md]'
 
 quick: $(DEV_STAMP)
 	DISPATCHER_TEST_EXAMPLES=0.1 $(BIN)/python -m pytest $(PYTEST) $(QUICK:%=tests/test_%.py)

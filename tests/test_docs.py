@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+from cuda_support import SIMULATED
 from fakes import MAXMAX
 
 import dispatcher
@@ -22,6 +23,7 @@ from dispatcher.backends.numpy_ref import steps as reference_steps
 from dispatcher.device.selection import backend_devices
 from dispatcher.interface import Device
 from dispatcher.ops import vocabulary
+from tests import cudasim
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK_STARTS = ROOT / "docs" / "quickstart"
@@ -45,6 +47,8 @@ def provided(need: str) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISPATCHER_DEVICE", "numpy")
+    for name, value in (cudasim.activate().child_environment() if SIMULATED else {}).items():
+        monkeypatch.setenv(name, value)
     # Checking every device takes too long here; what matters is that the call is right.
     verify = dispatcher.verify
     monkeypatch.setattr(dispatcher, "verify", lambda *problems, **more: verify(*problems, device="numpy", **more))
