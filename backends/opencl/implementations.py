@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dispatcher.backends.opencl import lines, tiled
+from dispatcher.backends.opencl import inplace, lines, tiled, tuned
 from dispatcher.backends.opencl.grouped import Shared, lower_shared
 from dispatcher.backends.opencl.groups import WINDOWS, Group, LineRules, Rules, Unfused, plan
 from dispatcher.backends.opencl.lowered import Lowered
@@ -45,6 +45,11 @@ class Task:
         fold = None if group.fold is None else group.fold[0]
         geometry, whole_rows = group.convolution.geometry, group.gathers is not None
         return lines.choose(geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
+
+    @cached_property
+    def in_place(self) -> inplace.InPlaceLayout:
+        """The layout of the CPU kernel for groups of few channels."""
+        return inplace.layout_of(self.group, self.target, self.real)
 
 
 class Implementation(Protocol):
@@ -94,6 +99,31 @@ class Lines:
 
     def lower(self, task: Task) -> Lowered:
         return lines.lower_lines(task.group, task.target, task.real, *task.lines)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The convolution for CPUs whose groups have few channels."""
+
+    name: str = "in-place"
+    most_builds: int = 1
+
+    def accepts(self, task: Task) -> str | None:
+        reason = _convolution_reason(task)
+        if reason is None and replace(task.options, tuned=None, fusion=None) not in (Options(), Options("direct")):
+            reason = "options of another kernel are given"
+        group = task.group
+        if reason is None and replace(task.options, fusion=None) == Options():
+            assert group.convolution is not None
+            known = tuned.recall(task.target.identity, group.convolution.geometry, None, task.real.name)
+            reason = None if known is None else known[1]
+        return reason or inplace.in_place_reason(task.group, task.in_place)
+
+    def estimate(self, task: Task) -> float:
+        return task.in_place.work
+
+    def lower(self, task: Task) -> Lowered:
+        return inplace.lower_in_place(task.group, task.in_place, task.real)
 
 
 @dataclass(frozen=True)
@@ -180,6 +210,7 @@ class Steps:
 
 #: All of them, the preferred ones first.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    InPlace(),
     Lines("lines-winograd", winograd=True),
     Lines("lines-direct", winograd=False),
     Tiled(),
