@@ -6,7 +6,7 @@
 # make check-large  every problem at a published size on OpenCL, all elements against the reference; goes on where it
 #              was broken off; LARGE="--seconds 600" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
-# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc if there is one
+# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc from PyPI
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
@@ -28,8 +28,10 @@ PYTEST ?= -n auto
 # CUDA driver the tests' simulator stands in for it.
 REQUIRE ?=
 ON_CUDA := DISPATCHER_CUDA_SIM=1 DISPATCHER_TEST_REQUIRE=cuda
-# Three GPUs: without tensor cores for TF32, with little and with much shared memory; sums are cut as real ones cut them.
-THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISPATCHER_CUDA_SIM_MMA=rz
+# Three GPUs: without tensor cores for TF32, with little and with much shared memory; sums are cut as real ones cut them. On
+# each of them half as many random operators as elsewhere.
+THREE := DISPATCHER_CUDA_SIM_DEVICES=3 DISPATCHER_CUDA_SIM_ARCH=7.5,8.0,9.0 DISPATCHER_CUDA_SIM_MMA=rz \
+	DISPATCHER_TEST_EXAMPLES=0.5
 
 # Without compilers: files, arguments, devices, the reference. With them: three problems on OpenCL and two on CUDA.
 QUICK := api arguments expressions filecache groups imports loader numpy_ref problem_files selection signatures

@@ -239,8 +239,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names, add = list(dispatcher.problems()), parser.add_argument
     add("--problems", nargs="+", metavar="NAME", choices=names, default=list(common.FIVE),
         help="problems to measure (default: five)")  # fmt: skip
-    add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
-        help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
+    peers = [name for name, peer in PEERS.items() if not peer.gpu]
+    add("--peers", nargs="*", metavar="NAME", choices=peers, default=peers,
+        help=f"of {', '.join(peers)} (default: all; none: just --peers)")  # fmt: skip
     add("--full", action="store_true", help="measure the kernelbench cases as well")
     common.add_sizes(parser)
     add("--table", action="store_true", help="write README.md's table")

@@ -246,6 +246,21 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (2, 3, 4, 5),
         "conv_transpose2d conv2d",
     ),
+    "bilinear upsampling": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Upsample(scale_factor=(2, 3), mode="bilinear")),
+        (2, 3, 4, 5),
+        "relu conv_transpose2d scale scale",
+    ),
+    "trilinear upsampling": (
+        lambda: Does(lambda x: F.interpolate(x, (8, 3, 10), mode="trilinear").relu()),
+        (2, 2, 2, 3, 2),
+        "conv_transpose3d scale scale scale relu",
+    ),
+    "channels of a convolution": (
+        lambda: Does(lambda x: F.glu(x[:, 2:8], 1) * x[:, -1:] - x.chunk(3, 1)[0], nn.Conv2d(3, 9, 3)),
+        (2, 3, 6, 7),
+        "",
+    ),
     "a classifier": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)),
         (2, 3, 6, 7),
@@ -268,7 +283,7 @@ def test_layers_in_every_layout(name: str) -> None:
     module = make()
     if name == "channels-last layer norm":
         module.norm = nn.LayerNorm(5)
-    found = imported(module, random(*shape))
+    found = imported(module, random(*shape), grow="linear" not in name)
     assert not wanted or steps(found) == wanted.split()
 
 
@@ -463,6 +478,8 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: torch.where(x > 1, x, 0.2 * x), "only x where x > 0"),
         (lambda x: F.interpolate(x, size=(6, 5)), "equally often"),
         (lambda x: x[:, 1:].relu(), "part of a tensor"),
+        (lambda x: x[:, ::2].relu(), "every other place"),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), "aligns corners"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),
