@@ -20,6 +20,10 @@ from dispatcher.backends.opencl.tiles import Tile
 from dispatcher.ops.steps import Convolution, Pool
 from dispatcher.problem.operator import Operator
 
+#: What a vector of results costs besides its sums where they go through a line, in vector multiply-adds: it is stored,
+#: read again when the others of the box are there, and stored where it belongs.
+LINE_COST = 30.0
+
 
 @dataclass(frozen=True)
 class Task:
@@ -95,7 +99,9 @@ class Lines:
         assert group.convolution is not None
         geometry, window = group.convolution.geometry, None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
-        return lines.ranked(geometry, window, facts, real, Options(), winograd=self.winograd)[0][0]
+        vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
+        work = lines.ranked(geometry, window, facts, real, Options(), winograd=self.winograd)[0][0]
+        return work + LINE_COST * vectors
 
     def lower(self, task: Task) -> Lowered:
         return lines.lower_lines(task.group, task.target, task.real, *task.lines)

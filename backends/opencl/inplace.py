@@ -1,7 +1,7 @@
 """The convolution that reads its input where it lies, for groups of few channels: what it can run, blocks, its cost.
 
 Memory bounds such convolutions, so nothing is packed and no line is kept: a register tile of positions along width goes
-over the taps and is stored past the caches. Its kernel is ``conv_in_place.cl``.
+over the taps and is stored. Its kernel is ``conv_in_place.cl``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ import numpy as np
 
 from dispatcher.backends.opencl.classes import DeviceClass, device_class
 from dispatcher.backends.opencl.groups import Group
-from dispatcher.backends.opencl.lines import (
-    STREAM_BYTES,
-    STREAM_INTERMEDIATE_BYTES,
-    WORKERS_PER_UNIT,
-    pack_direct_weights,
-)
+from dispatcher.backends.opencl.lines import WORKERS_PER_UNIT, pack_direct_weights
 from dispatcher.backends.opencl.lowered import Counter, Lowered, Value, Weights, extra_arguments, planned
 from dispatcher.backends.opencl.render import KernelOperands, Site, defines, kernel_text, section, tail_macro
 from dispatcher.backends.opencl.steps import ROW, real_name
@@ -34,9 +29,9 @@ MOST_CHANNELS = 8
 #: Taps along a row times channels, and channels, whose products are written out one by one.
 MOST_UNROLLED = 16
 #: A product of a position that is summed up alone, in vector multiply-adds.
-EDGE_COST = 3.0
+EDGE_COST = 1.5
 #: Loading a vector of every second input, and of inputs further apart, in loads of neighbours.
-HALVED_COST, APART_COST = 2.5, 10.0
+HALVED_COST, APART_COST = 3.0, 10.0
 #: Results of a work item, about, and positions of a part of a row.
 ITEM_RESULTS, PART_POSITIONS = 1 << 14, 1 << 12
 #: Inputs of a row that axes are merged to, at most: the kernel counts them in 32 bits.
@@ -95,6 +90,17 @@ class InPlaceLayout:
         first = max(0, -(low // axis.step))
         reach = high + (axis.step if axis.step == 2 else 1)
         return first, max(first, min(axis.output, (axis.input - reach) // axis.step + 1))
+
+    @property
+    def reach(self) -> int:
+        """Inputs from the first tap of a row to the last one."""
+        low, high = self.geometry.width.offset_range
+        return high - low
+
+    @property
+    def shifts(self) -> bool:
+        """Whether shuffles may make the inputs of each tap from vectors that a row of taps shares."""
+        return self.geometry.width.step == 1 and 0 < self.reach < self.vec
 
     def row_cost(self, channels: int, width: int) -> float:
         """Products of a row of results, for one input channel and tap; those of positions that are summed up alone."""
@@ -164,6 +170,21 @@ def layout_of(group: Group, target: Target, real: np.dtype[Any]) -> InPlaceLayou
     return InPlaceLayout(geometry, facts.lanes(real), device_class(facts.vec), facts.compute_units)
 
 
+def _shifts(layout: InPlaceLayout) -> str:
+    """Macros that give the inputs of each tap of a row as parts of two vectors, and the list of the taps.
+
+    The second vector follows the first one, or at the end of a tile ends with the last input that a tap reads.
+    """
+    text, taps = "", ""
+    for number, shift in enumerate(range(0, layout.reach + 1, layout.geometry.width.dilation)):
+        behind = range(shift, shift + layout.vec)
+        ends = [lane if lane < layout.vec else lane + layout.vec - layout.reach for lane in behind]
+        for name, lanes in ((f"SHIFT_{shift}", list(behind)), (f"SHIFT_END_{shift}", ends)):
+            text += f"#define {name}(a, b) SHUFFLE_V((a), (b), {', '.join(map(str, lanes))})\n"
+        taps += f" TAP({number}, SHIFT_{shift}, SHIFT_END_{shift})"
+    return f"{text}#define TAPS_W{taps}\n"
+
+
 def lower_in_place(group: Group, layout: InPlaceLayout, real: np.dtype[Any]) -> Lowered:
     """The launch of a group for which :func:`in_place_reason` has none against it."""
     convolution, g = group.convolution, layout.geometry
@@ -173,9 +194,6 @@ def lower_in_place(group: Group, layout: InPlaceLayout, real: np.dtype[Any]) -> 
     operands = KernelOperands(padding=thread_c)
     conv_text = operands.bias(convolution) + ("" if group.at_store else operands.tail(group.tail))
     store_text = operands.tail(group.tail, Site("c", ROW, "OUT_W - w")) if group.at_store else ""
-    plane = math.prod(axis.output for axis in g.axes)
-    final = group.output == len(group.operator.steps)
-    large = math.prod(g.output_shape) * real.itemsize > (STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES)
     first, end = layout.inside
     values: dict[str, object] = {
         "THREAD_C": thread_c,
@@ -190,12 +208,12 @@ def lower_in_place(group: Group, layout: InPlaceLayout, real: np.dtype[Any]) -> 
         "GROUP_OC": group_oc,
         "TILES_C": -(-group_oc // thread_c),
         "CHANNEL": f"((size_t){math.prod(g.input_shape[2:])})",
-        "OUT_CHANNEL": f"((size_t){plane})",
+        "OUT_CHANNEL": f"((size_t){math.prod(g.output_shape[2:])})",
         "LO": first,
         "HI": end,
         "MOST_UNROLLED": MOST_UNROLLED,
-        # Vectors of all channels have to begin where whole ones do.
-        "USE_STREAM": large and (thread_c == 1 or plane % layout.vec == 0),
+        "USE_SHIFTS": layout.shifts,
+        "REACH_W": layout.reach,
         "PARAMETERS": operands.parameters,
         "ARGUMENTS": operands.arguments,
     }
@@ -213,6 +231,7 @@ def lower_in_place(group: Group, layout: InPlaceLayout, real: np.dtype[Any]) -> 
         layout.vec,
         operands,
         defines(values),
+        _shifts(layout) if layout.shifts else "",
         tail_macro("CONV_TAIL", conv_text),
         tail_macro("STORE_TAIL", store_text, "x"),
         section("conv_in_place.cl"),

@@ -5,7 +5,8 @@
 //
 // Layouts: x [N][IC][ID][IH][IW], weights [group][channel tile][KD][KH][KW][GROUP_IC][THREAD_C], y [N][OC][OUT_D][OUT_H][OUT_W];
 // operands as in conv_transpose3d_lines.cl. Positions along width are in the vector lanes, THREAD_C output channels of TILE_W vectors
-// in registers. Nothing is packed and no line is kept, so each core reads and writes memory at the same time.
+// in registers. Nothing is packed and no line is kept, so that a core reads and writes memory at the same time; stores past the caches took twice
+// as long as plain ones here.
 //
 // Only positions LO .. HI - 1, whose taps all lie inside the row, are computed in vectors. The few others are summed up one by one,
 // over the taps that meet the row. The last vector of a row ends with it, and may repeat some of the one before.
@@ -25,23 +26,26 @@ static real_v load_steps(global const REAL *p) {
   return LOAD_V(lanes);
 }
 #endif
-#if USE_STREAM && defined(STREAM_V)
-#define STREAMS 1
+// Where there is one, shuffles make the inputs of each tap from vectors that are loaded once for a row of taps: a load that is not
+// aligned takes several times as long as a product. The host defines TAPS_W, a TAP(tw, shift, shift_end) for each tap, if REACH_W,
+// the distance of the last tap from the first one, is below VEC.
+#if defined(SHUFFLE_V) && USE_SHIFTS
+#define SHIFTS 1
 #else
-#define STREAMS 0
+#define SHIFTS 0
 #endif
+// acc[c][v] += values[v] * weight for all c and v.
+#define MULTIPLY(values, weight)                                                             \
+  _Pragma("unroll") for (int c = 0; c < THREAD_C; c++) {                                     \
+    const real_v wc = SPLAT(weight);                                                         \
+    _Pragma("unroll") for (int v = 0; v < TILE_W; v++) acc[c][v] = fma(values[v], wc, acc[c][v]); \
+  }
 
 // Writes `left` lanes, at most VEC, of output channel c.
-static void finish(real_v value, global REAL *to, const int left, const int streams, const int n, const int c, const int d, const int h,
+static void finish(real_v value, global REAL *to, const int left, const int n, const int c, const int d, const int h,
                    const int w, global const REAL *restrict operands PARAMETERS) {
   CONV_TAIL(value, c);
   STORE_TAIL(value);
-#if STREAMS
-  if (streams) {
-    STREAM_V(value, to + w);
-    return;
-  }
-#endif
   store_lanes(value, to + w, left);
 }
 
@@ -77,7 +81,7 @@ static void edge(global const REAL *restrict x, global const REAL *restrict weig
           }
         }
     for (int c = 0; c < channels; c++)
-      finish(LOAD_V(lanes[c]), to + c * OUT_CHANNEL, end - w, 0, n, channel + c, d, h, w, operands ARGUMENTS);
+      finish(LOAD_V(lanes[c]), to + c * OUT_CHANNEL, end - w, n, channel + c, d, h, w, operands ARGUMENTS);
   }
 }
 
@@ -89,19 +93,10 @@ static void convolve_row(global const REAL *restrict x, global const REAL *restr
   if (high - low < VEC) low = high = end;
   edge(x, weights, to, first, low, n, channel, channels, d, h, operands ARGUMENTS);
   edge(x, weights, to, high, end, n, channel, channels, d, h, operands ARGUMENTS);
-#define TILE(width, w, streams) \
-  PASTE(tile_, width)(x, weights, to, w, streams, n, channel, channels, d, h, operands ARGUMENTS)
-#if STREAMS
-  // Vectors that go past the caches start where a whole one does in memory, the same place in all channels.
-  const int ragged = (int)((size_t)(to + low) / sizeof(REAL) % VEC);
-  if (ragged && low < high) {
-    TILE(1, low, 0);
-    low += VEC - ragged;
-  }
-#endif
-  for (; low + THREAD_W * VEC <= high; low += THREAD_W * VEC) TILE(THREAD_W, low, 1);
-  for (; low + VEC <= high; low += VEC) TILE(1, low, 1);
-  if (low < high) TILE(1, high - VEC, 0);
+#define TILE(width, w) PASTE(tile_, width)(x, weights, to, w, n, channel, channels, d, h, operands ARGUMENTS)
+  for (; low + THREAD_W * VEC <= high; low += THREAD_W * VEC) TILE(THREAD_W, low);
+  for (; low + VEC <= high; low += VEC) TILE(1, low);
+  if (low < high) TILE(1, high - VEC);
 }
 
 // counter: [0] the next item, [1] workers that are done; both zero before the launch and again after it. For the hint, see
