@@ -43,6 +43,8 @@ OPERATORS = {
     # Taps as far apart as a vector is long, and no further; more padding than the first window needs.
     "dilated": conv((1, 2, 1, 5, 90), 2, (1, 2, 4), groups=2, padding=[0, 2, 20], dilation=[1, 3, 5]),
     "far_apart": conv((1, 2, 1, 4, 120), 2, (1, 1, 3), groups=2, dilation=[1, 1, 9]),
+    # So far that lines would be empty for the most part.
+    "distant": conv((1, 1, 1, 1, 4300), 1, (1, 1, 3), padding=[0, 0, 5], dilation=[1, 1, 2100]),
     # Every second and every third input, to the last one of a row.
     "halved": conv((2, 4, 3, 9, 77), 4, (1, 3, 3), groups=4, padding=1, stride=[1, 2, 2]),
     "thirds": conv((2, 4, 2, 9, 97), 4, (1, 3, 2), groups=4, stride=[1, 2, 3], dilation=[1, 2, 4]),
@@ -117,6 +119,7 @@ def test_a_fault_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ((1, 64, 1, 112, 112), 128, (1, 3, 3), {"groups": 64, "stride": [1, 2, 2]}, True),
         ((1, 3, 1, 128, 128), 16, (1, 3, 3), {}, True),
         ((1, 64, 1, 128, 128), 2, (1, 1, 1), {}, True),
+        ((1, 1, 1, 1, 20000), 1, (1, 1, 5001), {"padding": "same"}, True),
         # What many channels read again is packed; the longer sums are, the less a line counts; ends of short rows.
         ((1, 64, 1, 128, 128), 128, (1, 1, 1), {}, False),
         ((1, 16, 1, 128, 128), 4, (1, 3, 3), {"padding": [0, 1, 1]}, False),

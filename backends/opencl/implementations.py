@@ -23,6 +23,8 @@ from dispatcher.problem.operator import Operator
 #: What a vector of results costs besides its sums where they go through a line, in vector multiply-adds: it is stored,
 #: read again when the others of the box are there, and stored where it belongs.
 LINE_COST = 30.0
+#: A product of the kernel that computes one result after another.
+GATHER_COST = 4.0
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,22 @@ class Lines:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The convolution for CPUs whose groups have few channels."""
+    """The convolution for CPUs whose groups have few channels; its taps may lie as far apart as they like."""
 
     name: str = "in-place"
     most_builds: int = 1
 
     def accepts(self, task: Task) -> str | None:
-        reason = _convolution_reason(task)
-        if reason is None and replace(task.options, tuned=None, fusion=None) not in (Options(), Options("direct")):
-            reason = "options of another kernel are given"
-        group = task.group
-        if reason is None and replace(task.options, fusion=None) == Options():
-            assert group.convolution is not None
-            known = tuned.recall(task.target.identity, group.convolution.geometry, None, task.real.name)
-            reason = None if known is None else known[1]
-        return reason or inplace.in_place_reason(task.group, task.in_place)
+        convolution = task.group.convolution
+        if convolution is None:
+            return "not a convolution"
+        given = replace(task.options, fusion=None)
+        if replace(given, tuned=None) not in (Options(), Options("direct")):
+            return "options of another kernel are given"
+        known = tuned.recall(task.target.identity, convolution.geometry, None, task.real.name)
+        if given == Options() and known is not None:
+            return known[1]
+        return inplace.in_place_reason(task.group, task.in_place)
 
     def estimate(self, task: Task) -> float:
         return task.in_place.work
@@ -164,7 +167,9 @@ class Gather:
         return "a kernel of its own runs it" if task.group.declined is None else None
 
     def estimate(self, task: Task) -> float:
-        return _elements(task)
+        assert task.group.convolution is not None
+        geometry = task.group.convolution.geometry
+        return GATHER_COST * geometry.flops / (2 * max(1, geometry.batch))
 
     def lower(self, task: Task) -> Lowered:
         return lower_gather(task.group, task.target, task.real)
