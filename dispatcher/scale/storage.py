@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ def make_array(path: Path, shape: tuple[int, ...], dtype: str, chunk: int) -> No
         OSError: it cannot be made; there is not enough room for it, for one.
     """
     if path.suffix == ".npy":
-        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-        if (free := shutil.disk_usage(path.parent).free) < array.nbytes:
-            raise OSError(f"it takes {array.nbytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
+        np.lib.format.open_memmap(path, "w+", dtype, shape).flush()
+        if hasattr(os, "posix_fallocate"):  # now is the time to learn that the disk is full; writes are faster, too
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     else:
         zarr, how = _zarr(), {"shape": shape, "chunks": (chunk, *shape[1:]), "dtype": dtype}
         if hasattr(zarr, "create_array"):  # zeros are written too, since negative ones count as such
