@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -549,7 +549,7 @@ def tune_command(
     from dispatcher.timing.tuning import tune_operator
 
     if listed or forget:
-        others = _given(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
+        others = variants.given_options(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
         variants.list_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
         return
     picture = streams.picture_path(plot)
@@ -624,7 +624,7 @@ def bench_command(
     from dispatcher.timing.peers import parse_peers
 
     if compare is not None:
-        others = _given(context, beside={"compare", "as_json", "verbose", "debug"})
+        others = variants.given_options(context, beside={"compare", "as_json", "verbose", "debug"})
         variants.compare_benchmarks(*compare, others, as_json)
         return
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
@@ -662,18 +662,6 @@ def bench_command(
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]
     if codes:
         raise typer.Exit(min(codes))
-
-
-def _given(context: typer.Context, beside: Container[str]) -> list[str]:
-    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
-    found = []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
-            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
-            is_option = parameter.param_type_name == "option"
-            found.append("/".join(names) if is_option else str(parameter.name).upper())
-    return found
 
 
 # ---- the program -------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def launch(*steps: str) -> PlannedLaunch:
         ([1, 2, 1], [(0, 0, 1), (1, 2, 1), (3, 3, 1)]),
         ([2, 2], [(0, 1, 1), (2, 3, 1)]),
         ([(0, 4), (0, 4)], [(0, 3, 2)]),  # two passes
+        ([1, 3, (0, 1), (1, 4)], [(0, 0, 1), (1, 3, 1), (0, 0, 1), (1, 3, 1)]),  # two parts of the batch
         ([(0, 1), (3, 4)], [(0, 0, 1), (None, 0, 1)]),  # whose steps cannot be told
         ([(0, 0), (0, 4)], [(None, -1, 1), (0, 3, 1)]),  # the first prepares something
     ],

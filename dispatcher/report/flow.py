@@ -40,15 +40,18 @@ class Stage:
 
 
 def stages(operator: Operator, launches: Sequence[PlannedLaunch]) -> list[Stage]:
-    """Which steps each launch runs: the following ones, or once more those of the launch before."""
+    """Which steps each launch runs: the following ones, once more those of the launch before, or, for another part of
+    the batch, the first ones again."""
     names = [step.op for step in operator.steps]
     found: list[Stage] = []
     for launch in launches:
-        start = found[-1].last + 1 if found else 0
-        if launch.steps and tuple(names[start : start + len(launch.steps)]) == launch.steps:
-            found.append(Stage([launch], start, start + len(launch.steps) - 1))
+        number, start = len(launch.steps), found[-1].last + 1 if found else 0
+        if launch.steps and tuple(names[start : start + number]) == launch.steps:
+            found.append(Stage([launch], start, start + number - 1))
         elif found and launch.steps == found[-1].launches[-1].steps:
             found[-1].launches.append(launch)
+        elif launch.steps and start == len(names) and tuple(names[:number]) == launch.steps:
+            found.append(Stage([launch], 0, number - 1))
         else:
             found.append(Stage([launch], None, start - 1))
     return found
@@ -80,8 +83,9 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
     operator = explanation.operator
     size = storage_dtype(operator.dtype).itemsize
     found = stages(operator, explanation.launches)
-    between = [sum(nbytes for *_, nbytes in handed_over(operator, stage.last)) for stage in found[:-1]]
-    passes = f", {count(sum(between))}B passed on between them" if between else ""
+    # Parts of the batch, which run the same steps one after another, pass on together what is counted once here.
+    between = sum(nbytes for last in {each.last for each in found} for *_, nbytes in handed_over(operator, last))
+    passes = f", {count(between)}B passed on between them" if between else ""
     yield _Line(f"{operator.problem.name} on {explanation.device.id}", "title", False)
     yield _Line(explanation.device.name, "remark", False)
     work = f"{operator.dtype}, {operator.precision}, {count(operator.flops)}FLOP" if operator.flops else operator.dtype
@@ -98,6 +102,8 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
             number += 1
             yield _Line(f"{number}  {launch.name}", "title")
             yield from _long(f"algorithm: {launch.algorithm}")
+            if launch.note and stage.last == len(operator.steps) - 1:  # nothing follows, so it is about the launch
+                yield from _long(f"note: {launch.note}")
         if stage.first is None:
             yield _Line(", ".join(stage.launches[-1].steps) or "prepares what follows", "step")
         else:
@@ -106,10 +112,13 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
         if launch.detail.get("why"):
             yield from _long(f"chosen: {launch.detail['why']}")
         if stage is not found[-1]:
-            if launch.note:
-                yield from _long(f"ends here: {launch.note}")
-            for op, shape, nbytes in handed_over(operator, stage.last):
+            passed_on = handed_over(operator, stage.last)
+            if launch.note and passed_on:
+                yield from _long(f"note: {launch.note}")
+            for op, shape, nbytes in passed_on:
                 yield _Line(f"result of {op} {shape}, {count(nbytes)}B", "arrow", False)
+            if not passed_on:
+                yield _Line("", framed=False)
     total = math.prod(operator.output_shape) * size
     yield _Line(f"{operator.problem.output.name} {operator.output_shape}, {count(total)}B", "arrow", False)
 

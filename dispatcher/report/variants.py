@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,18 @@ import typer
 from dispatcher.errors import InputError
 from dispatcher.report import streams, words
 from dispatcher.report.streams import answer, complain, note_skipped, progress
+
+
+def given_options(context: typer.Context, beside: Container[str]) -> list[str]:
+    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
+            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
+            is_option = parameter.param_type_name == "option"
+            found.append("/".join(names) if is_option else str(parameter.name).upper())
+    return found
 
 
 def judge(
