@@ -78,7 +78,7 @@ def write_items(path: Path, first: int, items: np.ndarray) -> None:
         start = open_array(path).offset + first * items[0].nbytes
         with path.open("r+b") as file:  # a full disk would be the end of a process that writes to mapped memory
             file.seek(start)
-            file.write(items.data.cast("B"))
+            file.write(items.view(np.uint8).data)
     else:
         _zarr().open_array(str(path), mode="r+")[first : first + len(items)] = items
 
