@@ -83,6 +83,16 @@ def test_the_guides_count_the_problems_and_the_readme_names_every_command() -> N
         assert f"dispatcher {command} " in readme
 
 
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    for name in dispatcher.__all__:
+        value = getattr(dispatcher, name)
+        assert name == "__version__" or (
+            f"::: {value.__module__}" in page
+            and (f".{value.__name__}\n" in page or value.__module__ == "dispatcher.errors")
+        ), name
+
+
 def test_the_manual_s_pages_are_in_its_table_of_contents() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
