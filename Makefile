@@ -5,6 +5,8 @@
 # make test-torch  install PyTorch as well, and run the tests of dispatcher.torch, which are skipped without it
 # make check-large  every problem at a published size on OpenCL, all elements against the reference; goes on where it
 #              was broken off; LARGE="--seconds 600" passes options on
+# make check-map  a Zarr array of 3 GB through `dispatcher map` in 1 GB of memory, interrupted, killed and resumed;
+#              MAP="--megabytes 500" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
 # make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc from PyPI
 # make docs    build the manual, into site/; warnings are errors
@@ -24,6 +26,7 @@ TORCH_STAMP := $(VENV)/.installed-torch
 BENCH ?=
 FUZZ ?=
 LARGE ?=
+MAP ?=
 # Tests run in as many processes as there are cores.
 PYTEST ?= -n auto
 # What must run, not be skipped: OpenCL and CUDA, which this file installs, and what REQUIRE names besides. Without a
@@ -43,7 +46,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test test-torch quick check check-large fuzz exports docs bench clean
+.PHONY: run test test-torch quick check check-large check-map fuzz exports docs bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -71,6 +74,9 @@ check: $(DEV_STAMP)
 
 check-large: $(DEV_STAMP)
 	$(BIN)/python -m tests.large $(LARGE)
+
+check-map: $(DEV_STAMP)
+	$(BIN)/python -m tests.large_map $(MAP)
 
 fuzz: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
