@@ -14,6 +14,7 @@ import argparse
 import copy
 import gc
 import itertools
+import json
 import os
 import sys
 import time
@@ -275,6 +276,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = common.new_parser(PROGRAM, __doc__, REPEATS)
     add = parser.add_argument
     add("--only", nargs="+", metavar="NAME", choices=NETWORKS, default=list(NETWORKS), help="networks (default: all)")
+    add("--add", type=Path, metavar="FILE", help="a result on this machine, whose other networks are kept")
     add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
         help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
     return parser.parse_args(arguments)
@@ -291,6 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         conclude(case, run.devices, run.threshold)
     labels = {device.id: common.device_label(device) for device in run.devices}
     report = run.report(labels=labels, tolerance=TOLERANCE, cases=cases)
+    if settings.add is not None:
+        kept = json.loads(settings.add.read_text(encoding="utf-8"))
+        report["cases"] = [case for case in kept["cases"] if case["network"] not in settings.only] + cases
     path = common.keep(report, settings.output)
     try:
         chart(report, path.with_suffix(".png"))

@@ -16,7 +16,7 @@ import dispatcher
 from dispatcher import cli
 from dispatcher.check.comparison import compare
 from dispatcher.interface import PlannedLaunch
-from dispatcher.report.flow import Stage, handed_over, stages
+from dispatcher.report.flow import handed_over, stages
 from dispatcher.timing.tuning import Candidate, TuneResult
 
 RESIDUAL = "conv-transpose3d-sum-residualadd-multiply-residualadd"
@@ -60,6 +60,7 @@ def launch(*steps: str) -> PlannedLaunch:
         ([1, 2, 1], [(0, 0, 1), (1, 2, 1), (3, 3, 1)]),
         ([2, 2], [(0, 1, 1), (2, 3, 1)]),
         ([(0, 4), (0, 4)], [(0, 3, 2)]),  # two passes
+        ([1, 3, (0, 1), (1, 4)], [(0, 0, 1), (1, 3, 1), (0, 0, 1), (1, 3, 1)]),  # two parts of the batch
         ([(0, 1), (3, 4)], [(0, 0, 1), (None, 0, 1)]),  # whose steps cannot be told
         ([(0, 0), (0, 4)], [(None, -1, 1), (0, 3, 1)]),  # the first prepares something
     ],
@@ -83,7 +84,8 @@ def test_bytes_between_launches_are_of_all_values_that_are_read_later() -> None:
     assert handed_over(operator, len(operator.steps) - 1) == []
     half = dispatcher.explain(RESIDUAL, device="numpy", case="sample", dtype="float16").operator
     assert handed_over(half, 1) == handed_over(operator, 1)  # computed, and passed on, in float32
-    assert Stage([], None, 0).first is None
+    flat = dispatcher.explain("conv2d-mish-mish", device="numpy", case="sample").operator
+    assert handed_over(flat, 0) == [("conv2d", (1, 3, 3, 3), 4 * 27)]
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dispatcher import cli  # noqa: E402
 from dispatcher.errors import InputError, UnsupportedError  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
 from dispatcher.torch import Imported, import_module  # noqa: E402
+from dispatcher.torch.modelrun import import_here  # noqa: E402
 
 
 class Does(nn.Module):
@@ -558,16 +560,10 @@ def test_a_file_is_run_only_with_trust(tmp_path: Path, capfd: pytest.CaptureFixt
     [
         ("def Model(", "model.py:1: "),
         ("class Model: ...", "does not define get_inputs"),
-        (FILE.replace("return [3, 1.5]", "return [3]"), "TypeError"),
-        (
-            FILE.replace("import torch.nn as nn", "import torch.nn as nn\nraise ValueError('no\\nway')"),
-            "model.py:4: Val",
-        ),
         (
             FILE.replace('print("said by the file")', "import os, sys; print('bye', flush=True); os._exit(3)"),
             "exit code 3: bye",
         ),
-        (FILE.replace("torch.relu(", "torch.sin("), "aten.sin (at"),
         (FILE + "\nwhile True: pass\n", "not imported within 4 seconds"),
     ],
 )
@@ -580,6 +576,27 @@ def test_what_is_wrong_with_a_file_is_said_in_a_line(
     assert cli.main(["import", str(file), "--trust", "--timeout", limit]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return [3, 1.5]", "return [3]", "model.py: TypeError"),
+        ("import torch.nn as nn", "import torch.nn as nn\nraise ValueError('no\\nway')", "model.py:4: ValueError: no"),
+        ("torch.relu(", "torch.sin(", "aten.sin (at"),
+    ],
+)
+def test_the_child_process_reports_what_is_wrong(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FILE.replace(old, new))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model_file", raising=False)
+    reports: list[dict[str, Any]] = []
+    import_here(reports.append, str(file), "", "found", "")
+    (report,) = reports
+    assert message in report["error"] and "\n" not in report["error"]
 
 
 def test_the_guide_s_module_becomes_the_guide_s_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

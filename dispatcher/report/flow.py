@@ -40,15 +40,18 @@ class Stage:
 
 
 def stages(operator: Operator, launches: Sequence[PlannedLaunch]) -> list[Stage]:
-    """Which steps each launch runs: the following ones, or once more those of the launch before."""
+    """Which steps each launch runs: the following ones, once more those of the launch before, or, for another part of
+    the batch, the first ones again."""
     names = [step.op for step in operator.steps]
     found: list[Stage] = []
     for launch in launches:
-        start = found[-1].last + 1 if found else 0
-        if launch.steps and tuple(names[start : start + len(launch.steps)]) == launch.steps:
-            found.append(Stage([launch], start, start + len(launch.steps) - 1))
+        number, start = len(launch.steps), found[-1].last + 1 if found else 0
+        if launch.steps and tuple(names[start : start + number]) == launch.steps:
+            found.append(Stage([launch], start, start + number - 1))
         elif found and launch.steps == found[-1].launches[-1].steps:
             found[-1].launches.append(launch)
+        elif launch.steps and start == len(names) and tuple(names[:number]) == launch.steps:
+            found.append(Stage([launch], 0, number - 1))
         else:
             found.append(Stage([launch], None, start - 1))
     return found
@@ -62,8 +65,13 @@ def handed_over(operator: Operator, last: int) -> list[tuple[str, tuple[int, ...
     readers = Flow(operator).last_reader
     itemsize = max(4, storage_dtype(operator.dtype).itemsize)
     values = [value for value in range(1, last + 2) if readers.get(value, -1) > last]
-    shapes = [(operator.steps[value - 1].op, operator.steps[value - 1].shape) for value in values]
-    return [(op, shape, math.prod(shape) * itemsize) for op, shape in shapes]
+    steps = [operator.steps[value - 1] for value in values]
+    return [(step.op, visible(operator, step.shape), math.prod(step.shape) * itemsize) for step in steps]
+
+
+def visible(operator: Operator, shape: Sequence[int]) -> tuple[int, ...]:
+    """A value's shape without the axes that problems of its rank lack."""
+    return (*shape[:2], *shape[5 - operator.problem.rank :])
 
 
 # ---- lines -------------------------------------------------------------------------------------------------
@@ -80,8 +88,9 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
     operator = explanation.operator
     size = storage_dtype(operator.dtype).itemsize
     found = stages(operator, explanation.launches)
-    between = [sum(nbytes for *_, nbytes in handed_over(operator, stage.last)) for stage in found[:-1]]
-    passes = f", {count(sum(between))}B passed on between them" if between else ""
+    # Parts of the batch, which run the same steps one after another, pass on together what is counted once here.
+    between = sum(nbytes for last in {each.last for each in found} for *_, nbytes in handed_over(operator, last))
+    passes = f", {count(between)}B passed on between them" if between else ""
     yield _Line(f"{operator.problem.name} on {explanation.device.id}", "title", False)
     yield _Line(explanation.device.name, "remark", False)
     work = f"{operator.dtype}, {operator.precision}, {count(operator.flops)}FLOP" if operator.flops else operator.dtype
@@ -98,6 +107,8 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
             number += 1
             yield _Line(f"{number}  {launch.name}", "title")
             yield from _long(f"algorithm: {launch.algorithm}")
+            if launch.note and stage.last == len(operator.steps) - 1:  # nothing follows, so it is about the launch
+                yield from _long(f"note: {launch.note}")
         if stage.first is None:
             yield _Line(", ".join(stage.launches[-1].steps) or "prepares what follows", "step")
         else:
@@ -106,10 +117,13 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
         if launch.detail.get("why"):
             yield from _long(f"chosen: {launch.detail['why']}")
         if stage is not found[-1]:
-            if launch.note:
-                yield from _long(f"ends here: {launch.note}")
-            for op, shape, nbytes in handed_over(operator, stage.last):
+            passed_on = handed_over(operator, stage.last)
+            if launch.note and passed_on:
+                yield from _long(f"note: {launch.note}")
+            for op, shape, nbytes in passed_on:
                 yield _Line(f"result of {op} {shape}, {count(nbytes)}B", "arrow", False)
+            if not passed_on:
+                yield _Line("", framed=False)
     total = math.prod(operator.output_shape) * size
     yield _Line(f"{operator.problem.output.name} {operator.output_shape}, {count(total)}B", "arrow", False)
 
@@ -121,7 +135,10 @@ def _long(text: str) -> Iterator[_Line]:
 
 def _step_lines(operator: Operator, indices: range) -> Iterator[_Line]:
     """Steps in columns: what they do, with what, and the shape of what they make."""
-    rows = [(step.op, _operands(operator, step), f"-> {step.shape}") for step in (operator.steps[i] for i in indices)]
+    rows = [
+        (step.op, _operands(operator, step), f"-> {visible(operator, step.shape)}")
+        for step in map(operator.steps.__getitem__, indices)
+    ]
     wide, wider = (max(len(row[column]) for row in rows) for column in (0, 1))
     for op, operands, shape in rows:
         yield _Line(f"{op:<{wide}}  {operands:<{wider}}  {shape}")

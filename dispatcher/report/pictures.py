@@ -16,13 +16,18 @@ from dispatcher.ops.steps import axis_names
 from dispatcher.report.flow import draw_explanation
 from dispatcher.report.layout import options_text
 from dispatcher.timing.charts import OTHER_POINT, OTHER_ROOF, OUR_COLOURS, PEER_COLOURS, draw_races, figure_for
-from dispatcher.timing.results import Benchmark, Measured, PeerBenchmark, Race
-from dispatcher.timing.tuning import TuneResult
+from dispatcher.timing.results import Benchmark, Race
+from dispatcher.timing.tuning import Candidate, TuneResult
 
 #: Results of ``verify`` in a picture: the worst ones.
 MOST_RESULTS = 12
+#: Candidates of a search in a picture.
+MOST_CANDIDATES = 30
 #: The least and the largest ratio of error and bound that is drawn as it is.
 LEAST_RATIO, MOST_RATIO = 1e-3, 1e4
+
+#: Median and quartiles.
+Times = tuple[float, float, float]
 
 
 def draw(found: Sequence[Any], path: str | Path) -> None:
@@ -40,15 +45,9 @@ def draw(found: Sequence[Any], path: str | Path) -> None:
             draw_candidates(found, path)
         case Race():
             draw_races(found, "kernel-dispatcher, times on this machine", Path(path))
-        case Measured():
-            races = [_race_of(each) for each in found]
-            draw_races(races, "kernel-dispatcher, times on this machine", Path(path))
-
-
-def _race_of(each: Measured) -> Race:
-    ours = (each,) if isinstance(each, Benchmark) else ()
-    peers = each.peers if isinstance(each, Benchmark) else (each,) if isinstance(each, PeerBenchmark) else ()
-    return Race(ours, peers, (), len(each.times_s), True, None)
+        case Benchmark():
+            races = [Race((each,), each.peers, (), len(each.times_s), True, None) for each in found]
+            draw(races, path)
 
 
 # ---- verify: where the errors are --------------------------------------------------------------------------
@@ -62,8 +61,9 @@ def draw_errors(results: Sequence[Verification | Judgement], path: str | Path) -
     columns = max(3, *(len(result.operator.output_shape) for result in shown))
     with figure_for(path, 1.5 + 2.4 * columns, 0.5 + 2.1 * len(shown)) as figure:
         figure.set_layout_engine("constrained")
-        left_out = f" (the worst {len(shown)} of {len(results)})" if len(results) > len(shown) else ""
-        figure.suptitle(f"Largest error over its bound at each place along each axis{left_out}", fontsize=11)
+        left_out = f" of the worst {len(shown)} of {len(results)}" if len(results) > len(shown) else ""
+        title = f"Largest error over its bound at each place along each axis{left_out}"
+        figure.suptitle(f"{title}; {MOST_RATIO:g} stands for more, and for NaN", fontsize=11)
         for row, result in zip(figure.subfigures(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
             _draw_result(row, result, columns)
 
@@ -111,8 +111,7 @@ def draw_candidates(results: Sequence[TuneResult], path: str | Path) -> None:
     Raises:
         InputError: see :func:`dispatcher.timing.charts.figure_for`.
     """
-    lines = [sum(each.time_s is not None for each in result.candidates) for result in results]
-    heights = [0.9 + 0.2 * count for count in lines]
+    heights = [0.9 + 0.2 * len(_shown(result)) for result in results]
     with figure_for(path, 11, sum(heights) + 0.3) as figure:
         figure.set_layout_engine("constrained")
         panels = figure.subplots(len(results), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -120,26 +119,37 @@ def draw_candidates(results: Sequence[TuneResult], path: str | Path) -> None:
             _draw_search(panel, result)
 
 
+def _shown(result: TuneResult) -> list[tuple[Candidate, Times]]:
+    """The candidates that were timed, the slowest ones left out, with median and quartiles in milliseconds."""
+    timed = [(each, each.time_s, each.quartiles_s) for each in result.candidates]
+    shown = [(each, (1e3 * at, 1e3 * ends[0], 1e3 * ends[1])) for each, at, ends in timed if at is not None and ends]
+    return shown[:MOST_CANDIDATES]
+
+
 def _draw_search(panel: Any, result: TuneResult) -> None:
-    """A line for each candidate that was timed: the default, then the fastest first."""
-    timed = [each for each in result.candidates if each.time_s is not None and each.quartiles_s is not None]
-    labels = [options_text(each.options) for each in timed]
-    for line, each in enumerate(timed):
-        assert each.time_s is not None and each.quartiles_s is not None
+    """A line for each candidate: the default, the finalists, and then those that were left out before the final, the
+    fastest first. The latter have the times of earlier rounds, which cannot be compared with those of the final."""
+    shown = _shown(result)
+    for line, (each, (median, low, high)) in enumerate(shown):
         won = bool(result.best) and each.options == result.best
-        colour = OUR_COLOURS[0] if won else OTHER_ROOF if line == 0 else PEER_COLOURS[2]
-        low, high = each.quartiles_s
-        panel.hlines(line, 1e3 * low, 1e3 * high, color=colour, linewidth=4, alpha=0.5)
-        panel.plot(1e3 * each.time_s, line, "o", color=colour, markersize=5)
-    panel.axvline(1e3 * result.default_s, color=OTHER_ROOF, linewidth=0.8, linestyle=":")
-    panel.set_yticks(range(len(timed)), labels, fontsize=7.5, family="monospace", parse_math=False)
-    panel.set_ylim(len(timed) - 0.4, -0.6)
+        colour = OUR_COLOURS[0] if won else OTHER_ROOF if line == 0 else PEER_COLOURS[1 if each.reason else 3]
+        panel.hlines(line, low, high, color=colour, linewidth=4, alpha=0.5)
+        panel.plot(median, line, "o", color=colour, markersize=5)
+    finalists = sum(not each.reason for each, _ in shown)
+    panel.vlines(1e3 * result.default_s, -0.6, finalists - 0.5, color=OTHER_ROOF, linewidth=0.8, linestyle=":")
+    if finalists < len(shown):
+        panel.axhline(finalists - 0.5, color=OTHER_POINT, linewidth=0.8)
+        below = {"ha": "right", "va": "top", "fontsize": 7.5, "color": OTHER_POINT}
+        place = (1.0, finalists - 0.45)
+        panel.text(*place, "earlier rounds, which the final left out", transform=panel.get_yaxis_transform(), **below)
+    labels = [options_text(each.options) for each, _ in shown]
+    panel.set_yticks(range(len(shown)), labels, fontsize=7.5, family="monospace", parse_math=False)
+    panel.set_ylim(len(shown) - 0.4, -0.6)
     panel.set_xlabel(f"milliseconds on the {result.clock}'s clock: median, quartiles", fontsize=8)
     panel.tick_params(axis="x", labelsize=8)
     panel.grid(axis="x", color="#dddddd", zorder=0)
     panel.spines[["top", "right"]].set_visible(False)
-    wrong = len(result.candidates) - len(timed)
-    title = f"{result.problem} on {result.device}: "
-    title += f"{result.gain:.2f} times the default's speed" if result.best else "the default stays"
-    title += f"; {wrong} left out" if wrong else ""
+    found = f"{result.gain:.2f} times the default's speed" if result.best else "the default stays"
+    more = len(result.candidates) - len(shown)
+    title = f"{result.problem} on {result.device}: {found}{f'; {more} more candidates' if more else ''}"
     panel.set_title(title, fontsize=9, fontweight="bold", loc="left", parse_math=False)
