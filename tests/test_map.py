@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -54,7 +55,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def mapped(source: Path, target: Path, **more: Any) -> Mapped:
-    return map_files(PROBLEM, source, target, {**GIVEN, **more.pop("given", {})}, device="numpy", chunk=2, **more)
+    return map_files(
+        PROBLEM, source, target, {**GIVEN, **more.pop("given", {})}, device="numpy", **{"chunk": 2, **more}
+    )
 
 
 def stored_as_zarr(array: np.ndarray, path: Path, chunk: int) -> Path:
@@ -79,6 +82,22 @@ def test_a_file_is_mapped_to_a_file(source: Path, tmp_path: Path, suffix: str, e
         assert (outcome.items, outcome.kept, outcome.chunk) == (ITEMS, 0, 2)
         np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", source.name, f"y{suffix}"}
+
+
+def test_all_chunks_are_of_one_length(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray
+) -> None:
+    """What is left over at the end would be another operator to compile."""
+    compute, lengths = CompiledOperator.__call__, []
+    monkeypatch.setattr(
+        CompiledOperator,
+        "__call__",
+        lambda self, **given: lengths.append(len(given["input"])) or compute(self, **given),
+    )
+    for suffix in (".npy", ".zarr") if importlib.util.find_spec("zarr") else (".npy",):
+        mapped(source, tmp_path / f"y{suffix}", chunk=3)
+        np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
+    assert set(lengths) == {3}
 
 
 def test_zarr_arrays_of_any_make_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
