@@ -23,17 +23,11 @@ from dispatcher.torch.patterns import PARTS, simplify
 #: The axes of a value that lie along each dimension of a tensor.
 Layout = tuple[tuple[int, ...], ...]
 
+#: The reason of a node that only a larger pattern could be a step with, and of an operator that is in none.
+NO_STEP = "the vocabulary has no step for it"
+
 #: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
 Handler = Callable[..., Any]
-
-#: Operations whose result is a view of their first argument, or may be one.
-_VIEWS = frozenset(
-    (
-        *("alias", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "moveaxis", "numpy_T", "mT"),
-        *("permute", "reshape", "reshape_as", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten"),
-        *("unsqueeze", "view", "view_as", "_unsafe_view", "to"),
-    )
-)
 
 
 def equal(left: Extent, right: Extent) -> bool:
@@ -159,6 +153,7 @@ class Graph:
     Attributes:
         draft: the steps.
         unsupported: nodes that have no counterpart, in order.
+        cut: what holds the values of tensors that are parts of others, and of these.
         node: the present one.
         name: of its operator, without ``aten.`` and the underscore of those that write in place.
     """
@@ -176,6 +171,7 @@ class Graph:
         self.unsupported: dict[Any, Unsupported] = {}
         self.results: dict[Any, Any] = dict(tensors)
         self._tensors: dict[Any, Tensor] = {}
+        self.cut: list[list[Value]] = []
         self.node: Any = None
         self.name = ""
         self.source = source
@@ -216,7 +212,7 @@ class Graph:
         if not unknown and not _contains(arguments, lambda each: isinstance(each, Array) or _is_input(each)):
             return self._folded(node, *arguments, in_place=in_place)
         if handler is None:
-            raise RefusedError("the vocabulary has no step for it")
+            raise RefusedError(NO_STEP)
         if unknown:
             return UNKNOWN
         given = _by_name(node.target, *arguments)
@@ -280,6 +276,8 @@ class Graph:
         """A result that is written into the tensor ``target``."""
         if not isinstance(target, Array) or result.layout != target.layout:
             raise RefusedError("it writes into a tensor of another shape")
+        if any(target.cell is cell for cell in self.cut):
+            raise RefusedError("it writes into a part of a tensor, or where a part was taken before")
         target.cell[0] = result.value
         return target
 
@@ -382,7 +380,7 @@ class Graph:
             return None
         for step in self.draft.order(value):
             if step.op in PARTS:
-                self.unsupported[step.node] = describe(step.node, "the vocabulary has no step for it")
+                self.unsupported[step.node] = describe(step.node, NO_STEP)
         return None if self.unsupported else (value, dropped)
 
     def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
@@ -476,21 +474,22 @@ def _rank(nodes: Iterable[Any], source: Any) -> int:
 def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
     """The nodes that those returned depend on, by their arguments or by what is written into these."""
     alive = set(returned)
-    written = {_base(node) for node in returned}
+    written = {base_of(node) for node in returned}
     for node in reversed(nodes):
         name = operator_name(node.target) if node.op == "call_function" else ""
         in_place = name.endswith("_") and not name.endswith("__")
-        if node in alive or (in_place and _base(node) in written):
+        if node in alive or (in_place and base_of(node) in written):
             alive.update((node, *node.all_input_nodes))
-            written.update(_base(each) for each in node.all_input_nodes)
+            written.update(base_of(each) for each in node.all_input_nodes)
     return alive
 
 
-def _base(node: Any) -> Any:
-    """The node whose memory ``node`` shows."""
+def base_of(node: Any) -> Any:
+    """The node whose memory ``node`` shows, or a part of it."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
-        name = operator_name(node.target).removeprefix("aten.")
-        if name not in _VIEWS and not (name.endswith("_") and not name.endswith("__")):
+        schema = getattr(node.target, "_schema", None)  # an item of several results has none
+        alike = schema is None or schema.arguments[0].alias_info is not None
+        if not alike and "dropout" not in operator_name(node.target):
             break
         node = node.args[0]
     return node
