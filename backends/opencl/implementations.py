@@ -90,7 +90,7 @@ class Lines:
         assert group.convolution is not None
         geometry, window = group.convolution.geometry, None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
-        return lines.ranked(geometry, window, facts, real, Options(), winograd=self.winograd)[0][0]
+        return lines.ranked(geometry, window, facts, real, Options(), transformed=self.winograd)[0][0]
 
     def lower(self, task: Task) -> Lowered:
         return lines.lower_lines(task.group, task.target, task.real, *task.lines)

@@ -41,6 +41,17 @@
     WRITE_V(INTERLEAVE_LOW(even, odd), to + 2 * m);                             \
     WRITE_V(INTERLEAVE_HIGH(even, odd), to + 2 * m + VEC);                      \
   }
+#elif STORE_PLANES == 4 && VEC > 1
+#define WRITE_ROW(WRITE_V)                                                                                            \
+  for (; 4 * (m + VEC) <= ROW_W; m += VEC) {                                                                          \
+    const real_v p0 = LOAD_V(line + m), p1 = LOAD_V(line + STORE_LINE + m), p2 = LOAD_V(line + 2 * STORE_LINE + m),   \
+                 p3 = LOAD_V(line + 3 * STORE_LINE + m), even_low = INTERLEAVE_LOW(p0, p2),                           \
+                 even_high = INTERLEAVE_HIGH(p0, p2), odd_low = INTERLEAVE_LOW(p1, p3), odd_high = INTERLEAVE_HIGH(p1, p3); \
+    WRITE_V(INTERLEAVE_LOW(even_low, odd_low), to + 4 * m);                                                           \
+    WRITE_V(INTERLEAVE_HIGH(even_low, odd_low), to + 4 * m + VEC);                                                    \
+    WRITE_V(INTERLEAVE_LOW(even_high, odd_high), to + 4 * m + 2 * VEC);                                               \
+    WRITE_V(INTERLEAVE_HIGH(even_high, odd_high), to + 4 * m + 3 * VEC);                                              \
+  }
 #else
 #define WRITE_ROW(WRITE_V)
 #endif
