@@ -404,8 +404,8 @@ def device_class(vec: int) -> DeviceClass:
 NEARLY_EQUAL = 1.02
 #: How much longer packing takes where neighbours in a packed row are none in memory.
 STRIDED_COST = 4.0
-#: Cost of one vector operation of packing and transforms, which loads and stores bound, in multiply-adds of the core.
-TRANSFORM_COST = 1.0
+#: Cost of one vector operation of packing, in multiply-adds of the core.
+PACKING_COST = 2.0
 
 
 def work(layout: LineLayout, device: DeviceClass) -> float:
@@ -423,7 +423,7 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
     row_vectors = round_up(layout.pitch, tile.vec) / tile.vec
     packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
-    return tile.box_d * line * group_ic * taps + 2 * TRANSFORM_COST * packing
+    return tile.box_d * line * group_ic * taps + PACKING_COST * packing
 
 
 @dataclass(frozen=True)

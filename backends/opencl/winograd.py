@@ -18,7 +18,6 @@ import numpy as np
 from dispatcher.backends.opencl.render import section, table
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.backends.opencl.tiles import (
-    TRANSFORM_COST,
     Candidate,
     DeviceClass,
     Fold,
@@ -48,6 +47,8 @@ BLOCK = 32
 SUM = 32
 #: Between components of a panel, so that they start on different sets of the caches: elements.
 SKEW = 80
+#: Cost of one vector operation of packing and transforms, in multiply-adds of the core (measured).
+TRANSFORM_COST = 1.5
 #: How many sub-lines a row of results is interleaved from by whole vectors.
 INTERLEAVED = (1, 2, 4)
 #: Cost of storing a vector of results element by element, in multiply-adds.
