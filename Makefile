@@ -3,6 +3,7 @@
 # make quick   install the same, and run in less than a minute those of them that need few kernels
 # make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
+# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc if there is one
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
 # make clean   remove what the other targets made
@@ -30,7 +31,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test quick check fuzz bench clean
+.PHONY: run test quick check fuzz exports bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -55,6 +56,9 @@ check: $(DEV_STAMP)
 
 fuzz: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
+
+exports: $(DEV_STAMP)
+	$(ON_CUDA) DISPATCHER_CUDA_SIM_DEVICES=1 DISPATCHER_TEST_EXPORTS=all $(BIN)/python -m pytest $(PYTEST) tests/test_cuda_export.py
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python bench/cpu_peers.py $(BENCH)

@@ -251,6 +251,56 @@ def show_command(
         words.say_problem(described)
 
 
+@app.command("import")
+def import_command(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.py", help="With class Model, get_inputs() and perhaps get_init_inputs().")
+    ],
+    output: Annotated[
+        str | None, _option("FILE.yaml", "Where to write the problem; it is printed if left out.", "--output", "-o")
+    ] = None,
+    weights: Annotated[str | None, _option("FILE.npz", "Where to write the module's weights.")] = None,
+    name: Annotated[str | None, _option("NAME", "Of the problem; that of the file if left out.")] = None,
+    evaluate: Annotated[
+        bool, _flag("Import what the module does in evaluation mode; else in the mode it is made in.", "--eval")
+    ] = False,
+    timeout: Annotated[str, _option("SECONDS", "For running the file and capturing the module.")] = "300",
+    trust: Annotated[bool, _flag("Run the file, in a process of its own.", "--trust")] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a problem of the PyTorch module in a Python file."""
+    from pathlib import Path
+
+    from dispatcher.call import modelfile
+    from dispatcher.device.childprocess import LONGEST_S
+    from dispatcher.problem import commandline
+
+    limit = commandline.seconds_above_zero("--timeout", timeout, LONGEST_S)
+    target = None if output is None else streams.output_path("--output", output)
+    tensors = None if weights is None else streams.output_path("--weights", weights)
+    path = Path(file)
+    modelfile.check_file(path)
+    if not trust:
+        raise InputError(
+            f"{file}: to import it is to run its Python code with your rights: all that it says, then Model, "
+            "get_init_inputs and get_inputs; look at it, and give --trust if you trust it"
+        )
+    with progress(f"importing {file}"):
+        found = modelfile.import_file(path, weights=tensors, name=name, evaluate=evaluate, timeout_s=limit)
+    if target is not None:
+        streams.write_content(target, found.yaml)
+    places = {"output": target and str(target), "weights": tensors and str(tensors)}
+    if as_json:
+        answer("import", {"yaml": found.yaml, "tensors": dict(found.tensors), **places})
+    elif target is None:
+        say(found.yaml.removesuffix("\n"))
+    else:
+        say(f"written   {target}")
+        if tensors is not None:
+            say(f"weights   {tensors}, {len(found.tensors)} tensors")
+
+
 @app.command("run")
 def run_command(
     problem: ProblemArgument,
@@ -267,7 +317,9 @@ def run_command(
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
-    repeat: Annotated[str, _option("N", "Timed calls after the first one.")] = "1",
+    repeat: Annotated[
+        str | None, _option("N", "Timed calls after the first one; 1 if left out, 0 beside --no-verify.")
+    ] = None,
     verify: Annotated[bool, _flag("Compare the result with the reference.")] = True,
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
@@ -287,7 +339,7 @@ def run_command(
     # Everything that can be wrong with the input is found out before a device is opened or data is made.
     loaded = load_problem(problem)
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
-    repeats = commandline.whole_number("--repeat", repeat, 1)
+    repeats = int(verify) if repeat is None else commandline.whole_number("--repeat", repeat, 0)
     commandline.check_choices(dtype, precision)
     target = None if output is None else streams.output_path("--output", output)
     trace_file = None if trace is None else streams.output_path("--trace", trace)
@@ -319,6 +371,102 @@ def run_command(
     if comparison is not None and not comparison.passed:
         complain(f"wrong result on {run.choice.device.id}: {comparison.reason}")
         raise typer.Exit(1)
+
+
+@app.command("export")
+def export_command(
+    problem: ProblemArgument,
+    to: Annotated[str, _option("FORMAT", "tensara, kernelbench, cuda or opencl: who takes the program.", "--to")],
+    output: Annotated[str, _option("FILE", "Where to write it.", "--output", "-o")],
+    case: Annotated[
+        list[str] | None,
+        _option("C", "A case that gets the kernels we would run; kernelbench, else sample, if left out. Repeatable."),
+    ] = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    device_class: Annotated[
+        str, _option("CLASS", "What kernels are chosen for, such as h100 or a100; on OpenCL, cpu or gpu.")
+    ] = "",
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a problem as a program that runs without this package."""
+    from dispatcher.export.formats import export
+    from dispatcher.problem import commandline
+    from dispatcher.problem.loader import load_problem
+
+    commandline.check_choices(dtype, precision)
+    target = streams.output_path("--output", output)
+    files = export(
+        load_problem(problem), to, target,
+        cases=case or (), dtype=dtype, precision=precision, device_class=device_class,
+    )  # fmt: skip
+    for path, content in files.items():
+        streams.write_content(path, content)
+    if as_json:
+        answer("export", {"files": [str(path) for path in files]})
+    else:
+        say("\n".join(f"wrote {path}" for path in files))
+
+
+@app.command("map")
+def map_command(
+    problem: ProblemArgument,
+    input_path: Annotated[str, _option("X.npy|X.zarr", "The tensor that the pipeline begins with.", "--input")],
+    output: Annotated[str, _option("Y.npy|Y.zarr", "Where to put the result.", "--output")],
+    tensor: Annotated[list[str] | None, _option("NAME=FILE.npy", "Another tensor. Repeatable.")] = None,
+    device: DeviceOption = None,
+    case: Annotated[str | None, _option("C", "Named case for what nothing else says.")] = None,
+    settings: SetOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = "fp32",
+    chunk: Annotated[str | None, _option("N", "Batch items at a time; about 32 MB of them if left out.")] = None,
+    workers: Annotated[str | None, _option("N", "Processes of this machine; this one if left out.")] = None,
+    scheduler: Annotated[str | None, _option("ADDRESS", "A Dask scheduler, whose workers see the files.")] = None,
+    resume: Annotated[bool, _flag("Do what is missing of a call that was broken off.", "--resume")] = False,
+    self_test: SelfTestOption = None,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Apply a problem to an array in a file, chunk by chunk.
+
+    The array may be larger than memory.
+    """
+    from dispatcher.device.selection import parse_request
+    from dispatcher.problem import commandline
+    from dispatcher.problem.arguments import parse_assignments
+    from dispatcher.problem.loader import load_problem
+    from dispatcher.scale.mapping import map_files
+    from dispatcher.scale.storage import check_path, open_array
+
+    loaded = load_problem(problem)
+    commandline.check_choices(dtype, precision)
+    parse_request(device)
+    if workers is not None and scheduler is not None:
+        raise InputError("--workers and --scheduler are both given; a scheduler has workers already")
+    counts = {
+        name: None if text is None else commandline.whole_number(f"--{name}", text, 1)
+        for name, text in (("chunk", chunk), ("workers", workers))
+    }
+    source, target = check_path("--input", input_path), check_path("--output", output)
+    arguments = parse_assignments(loaded, settings or [], "--set")
+    arguments |= commandline.read_tensors(loaded, tensor or [])
+    items = open_array(source).shape[0]
+    with progress("mapping", items=f"{items} items") as advance:
+        try:
+            mapped = map_files(
+                loaded, source, target, arguments, case=case, dtype=dtype, precision=precision, device=device,
+                scheduler=scheduler, resume=resume, progress=advance, **counts,
+            )  # fmt: skip
+        except (KeyboardInterrupt, streams.Terminated):
+            note("what is done is kept; go on with the same command and --resume")
+            raise
+    if as_json:
+        answer("map", {**mapped.as_dict(), "output": str(target)})
+    else:
+        words.say_mapped(mapped, target)
 
 
 @app.command("explain")

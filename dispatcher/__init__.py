@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # an alias of the same name exports it
     from dispatcher.errors import InputError as InputError
     from dispatcher.errors import KernelError as KernelError
     from dispatcher.errors import ProblemFileError as ProblemFileError
+    from dispatcher.errors import UnsupportedError as UnsupportedError
     from dispatcher.errors import VerificationError as VerificationError
     from dispatcher.interface import Device as Device
     from dispatcher.problem.loader import load_problem as load_problem
@@ -57,7 +58,8 @@ _HOMES = {
     "device.diagnosis": ("Diagnosis", "doctor"),
     "errors": (
         *("BuildError", "DeviceError", "DeviceMemoryError", "DispatcherError", "DtypeError"),
-        *("GeometryError", "InputError", "KernelError", "ProblemFileError", "VerificationError"),
+        *("GeometryError", "InputError", "KernelError", "ProblemFileError"),
+        *("UnsupportedError", "VerificationError"),
     ),
     "call.explanation": ("Explanation",),
     "interface": ("Device",),

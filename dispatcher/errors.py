@@ -37,6 +37,19 @@ class GeometryError(InputError):
     """Sizes that are legal one by one do not make a legal operator together."""
 
 
+class UnsupportedError(InputError, NotImplementedError):
+    """A module of PyTorch does what the vocabulary has no step for.
+
+    Attributes:
+        nodes: the nodes of its graph that have no counterpart, each with ``operator``, ``module``, ``place`` and
+            ``reason``.
+    """
+
+    def __init__(self, message: str, nodes: Iterable[object] = ()) -> None:
+        super().__init__(message)
+        self.nodes = tuple(nodes)
+
+
 class DeviceError(DispatcherError, RuntimeError):
     """A device does not exist, is not usable, or cannot run this operator."""
 

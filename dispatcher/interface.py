@@ -1,8 +1,8 @@
 """The backend interface, on one screen.
 
 A backend is a module-level object with the three methods of :class:`Backend`; what it may offer besides are
-:class:`Measurable`, :class:`Tunable` and :class:`KernelHost`. Buffers, queues, contexts and caches are its own
-business.
+:class:`Measurable`, :class:`Tunable`, :class:`KernelHost` and :class:`Exporter`. Buffers, queues, contexts and caches
+are its own business.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from dispatcher.problem.messages import picked
+from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
 
@@ -213,6 +214,24 @@ class Tunable(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class ExportRequest:
+    """What a program that runs without us has to do.
+
+    Attributes:
+        problem: what it computes.
+        cases: operators that get the kernels that we would run, by name.
+        general: for all other sizes, operators that are bound to symbols (:mod:`dispatcher.ops.symbols`), each with the
+            values that some sizes must have; empty where the cases are all.
+        device_class: what the cases are tuned for; empty for the backend's usual one.
+    """
+
+    problem: Problem
+    cases: Mapping[str, Operator]
+    general: Sequence[tuple[Mapping[str, int], Operator]]
+    device_class: str = ""
+
+
 #: Bytes before and after each tensor on the device.
 MARGIN_BYTES = 4096
 #: The value of each of them at first. A float of any width that is made of such bytes is NaN, so that what a kernel
@@ -247,6 +266,18 @@ class LoadedKernel(Protocol):
 
         Raises:
             KernelError: it failed.
+        """
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """What a backend offers whose programs run without us too."""
+
+    def export(self, request: ExportRequest) -> Any:
+        """The programs, as the backend's language has them; :mod:`dispatcher.export` knows what comes of each backend.
+
+        Raises:
+            InputError: it cannot export that, or knows no such device class.
         """
 
 

@@ -466,7 +466,20 @@ def convolutions(draw: st.DrawFn, dtypes: st.SearchStrategy[str] = DTYPES) -> Re
 
 # ---- random pipelines --------------------------------------------------------------------------------------
 POINTWISE_SIMPLE = (
-    *("gelu", "relu", "sigmoid", "tanh", "silu", "softplus", "hardswish", "mish", "elu", "selu", "softsign"),
+    *(
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "silu",
+        "softplus",
+        "hardswish",
+        "mish",
+        "elu",
+        "selu",
+        "softsign",
+    ),
     *("abs", "square", "hardtanh"),
 )
 WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum")
@@ -606,10 +619,15 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
         step["slope"] = draw(NUMBERS)
     elif op in POOLS:
         window = [draw(st.integers(1, min(extent, 4))) for extent in shape[2:]]
-        step["window"] = window
-        pooled = [n // size for n, size in zip(shape[2:], window, strict=True)]
-        if draw(st.booleans()):
-            pooled = _general_windows(draw, step, shape[2:])
+        kind = draw(st.sampled_from(("plain", "plain", "general", "general", "adaptive")))
+        if kind == "adaptive":
+            pooled = [draw(st.integers(1, 5)) if axis >= 3 - pipeline.rank else 1 for axis in range(3)]
+            step |= {"op": f"adaptive_{op}", "size": pooled}
+        else:
+            step["window"] = window
+            pooled = [n // size for n, size in zip(shape[2:], window, strict=True)]
+            if kind == "general":
+                pooled = _general_windows(draw, step, shape[2:])
         shape = (*shape[:2], *pooled)
     elif op in NORMS:
         step |= {"eps": 1e-3, **_affine(draw, pipeline)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -29,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import common, compare_checkouts, cpu_peers, sweep  # noqa: E402
+from bench import common, compare_checkouts, cpu_peers, family, sweep  # noqa: E402
+from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
 
@@ -191,6 +193,49 @@ def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPa
     assert case["failures"]["missing"] == "not installed (ModuleNotFoundError: No module named 'nothing')"
     assert "elements are wrong" in case["failures"]["wrong"]
     assert "not finite" in case["failures"]["unwritten"]
+
+
+def test_the_family_s_run_goes_on_where_it_was_broken_off(
+    opencl_cpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = ["conv2d-mish-mish"]
+
+    def breaks(operator: Any, *rest: Any) -> PeerCall:
+        if operator.problem.name in broken:
+            raise KeyboardInterrupt
+        return reference_peer(operator, *rest)
+
+    made = {"torch": breaks, "torch-channels-last": wrong_peer, "torch-compile": missing_peer}
+    peers = {name: Peer(name, (), maker) for name, maker in made.items()}
+    peers["torch-compile-channels-last"] = peers["torch"]
+    monkeypatch.setattr(timing_contenders, "PEERS", peers)
+    monkeypatch.setattr(family, "published", lambda name: (operator_for(name, "sample"), "sample"))
+    monkeypatch.setattr(common, "probe_on", lambda index: sampling.Probe("a probe", 100.0, 1.0, lambda: 100.0))
+    monkeypatch.setattr(family, "NEAR", math.inf)
+    monkeypatch.setattr(family, "FAR", math.inf)
+    files = ["--lines", str(tmp_path / "lines.jsonl"), "--output", str(tmp_path / "family.json")]
+    options = [*files, "--repeats", "1", "--quiet-limit", "0.01", "--force", "--budget", "1"]
+    names = ["--only", "conv-2d", "conv2d-mish-mish", "conv3d-min-softmax"]
+
+    def lines() -> dict[str, dict[str, Any]]:
+        report = json.loads((tmp_path / "family.json").read_text(encoding="utf-8"))
+        assert report["overview"]["count"] == sum(line.get("ratio") is not None for line in report["lines"])
+        return {line["problem"]: line for line in report["lines"]}
+
+    assert family.main([*options, *names]) == 0
+    assert list(lines()) == ["conv-2d", "conv2d-mish-mish"] and "ratio" not in lines()["conv2d-mish-mish"]
+    assert "goes on from here" in capsys.readouterr().err
+    broken.clear()
+    monkeypatch.setattr(family, "lacking_memory", lambda operator: "too large" if operator.problem.rank == 3 else None)
+    first = lines()["conv-2d"]
+    assert family.main([*options, *names]) == 0
+    assert lines()["conv-2d"] == first and lines()["conv3d-min-softmax"]["skipped"] == "too large"
+    line = lines()["conv2d-mish-mish"]
+    assert set(line["results"]) == {line["device"], "torch", "torch-compile-channels-last"}
+    assert "differs from ours" in line["failures"]["torch-channels-last"]
+    assert line["failures"]["torch-compile"].startswith("not installed")
+    text = capsys.readouterr().out
+    assert "conv2d 2->3 k3" in text and "`conv3d-min-softmax`: too large" in text
 
 
 # ---- geometries of the sweep -------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 
 import dispatcher
 from dispatcher import cli
+from dispatcher.backends.numpy_ref.backend import NumpyExecutable
 from dispatcher.device import diagnosis
 from dispatcher.errors import BuildError, VerificationError
 from dispatcher.interface import Device
@@ -196,6 +197,20 @@ def test_run_reports_what_it_did(run: Any) -> None:
     assert run("run", MAXMAX, "--device", "numpy", "--no-verify", "--json").json["verified"] is None
 
 
+@pytest.mark.parametrize("options", [["--no-verify"], ["--repeat", "0"]], ids=lambda each: each[0])
+def test_one_result_is_computed_once(run: Any, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    calls: list[None] = []
+    compute = NumpyExecutable.__call__
+    monkeypatch.setattr(
+        NumpyExecutable, "__call__", lambda *given, **named: calls.append(None) or compute(*given, **named)
+    )
+    report = run("run", MAXMAX, "--device", "numpy", *options, "--json").json
+    assert len(calls) == 1
+    assert report["warm_s"] == []
+    assert (report["warm_median_s"], report["gflops"]) == (None, None)
+    assert "speed" not in run("run", MAXMAX, "--device", "numpy", *options).out
+
+
 def test_settings_override_the_case(run: Any) -> None:
     report = run("run", CONV, "--device", "numpy", "--set", "stride=1,2,3", "--set", "padding=0", "--json",
                  "--set", "output_padding=0", "--case", "odd", "--dtype", "float64").json  # fmt: skip
@@ -289,7 +304,7 @@ def test_an_operator_is_bound_once(run: Any, monkeypatch: pytest.MonkeyPatch, co
         (["--set", "stride=1", "--set", "stride_d=2"], 2, "stride and stride_d contradict"),
         (["--set", "shape=1,1,2,2"], 2, "no parameter 'shape'"),
         (["--set", "padding=99"], 2, "output size on axis depth"),
-        (["--repeat", "0"], 2, "--repeat is '0'"),
+        (["--repeat", "-1"], 2, "--repeat is '-1'"),
         (["--repeat", "nan"], 2, "--repeat is 'nan'"),
         (["--seed", "-1"], 2, "--seed is '-1'"),
         (["--seed", str(2**64)], 2, "--seed is '18446744073709551616'"),

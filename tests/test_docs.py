@@ -48,7 +48,7 @@ def test_the_readme_counts_the_problems_and_names_every_command() -> None:
     assert f"{len(found)} problems" in text
     for group in set(found):
         assert f"| `{group}` | {found.count(group)} |" in text
-    for command in ("devices", "problems", "show", "run", "explain", "verify", "bench", "doctor"):
+    for command in ("devices", "problems", "show", "run", "explain", "verify", "bench", "doctor", "export", "map"):
         assert f"dispatcher {command}" in text
 
 

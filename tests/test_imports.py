@@ -42,6 +42,10 @@ ROOMS = (
     "call",
     "check",
     "timing",
+    "export",
+    "scale",
+    "dask",
+    "torch",
     "report",
 )
 
@@ -57,6 +61,7 @@ INTERFACE = {
     "dispatcher.ops.forms",
     "dispatcher.ops.geometry",
     "dispatcher.ops.steps",
+    "dispatcher.ops.symbols",
     "dispatcher.ops.vocabulary",
     "dispatcher.plan.groups",
     "dispatcher.problem.model",

@@ -22,6 +22,7 @@ from dispatcher.problem.arguments import bind_arguments, shorthands, sort_argume
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
 from tests.family import operator_for
+from tests.strategies import Place, every_device
 
 #: Without batch and channel; a dropped channel; all but the batch dropped; none.
 NAMES = ("conv-1d", "conv3d-multiply-instancenorm-clamp-multiply-max", "conv2d-avgpool-sigmoid-sum", "conv-2d")
@@ -128,7 +129,7 @@ def test_axes_are_dropped_and_named_by_rank() -> None:
             [{"op": "max", "axis": "channel", "keepdim": False, "as": "m"}, {"op": "add", "from": "x", "value": "m"}],
             "only one of it and the step's input has all axes; keep them with keepdim: true",
         ),
-        ([{"op": "adaptive_max_pool", "size": [2, 3]}], "size on axis width is 3; it must divide the input's 5"),
+        ([{"op": "adaptive_max_pool", "size": [2, 0]}], "size on axis width is 0; it must be 1 or more"),
         ([{"op": "add", "value": "c"}], "value has extent 3 on axis width; expected 1 or 5"),
         ([{"op": "avg_pool", "window": 3, "padding": 2}], "padding on axis height is 2; it must be at most half"),
         (
@@ -147,6 +148,21 @@ def test_a_tensor_of_one_value_a_channel_goes_along_it() -> None:
     tensors = random_tensors(operator, 0)
     expected = tensors["x"] * tensors["c"][:, None, None]
     np.testing.assert_array_equal(correct(operator, tensors), expected)
+
+
+@every_device
+def test_adaptive_pools_to_any_size(place: Place) -> None:
+    """Sizes that do not divide the extent, that do, and larger ones."""
+    pipeline = [
+        "tanh",
+        {"op": "adaptive_avg_pool2d", "size": [3, 12]},
+        {"op": "adaptive_max_pool", "size": [3, 5]},
+        {"op": "softmax", "axis": "width"},
+    ]
+    operator = bound(pipeline, batch=2, channels=3, h=7, w=5)
+    assert operator.output_shape == (2, 3, 3, 5)
+    _, comparison = place.check(operator, random_tensors(operator, 0))
+    assert comparison.passed, comparison.reason
 
 
 def test_padding_that_keeps_the_extent() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dispatcher.backends.cuda import driver, roofline, toolkit, tuning
+from dispatcher.backends.cuda import driver, exporting, roofline, toolkit, tuning
 from dispatcher.backends.cuda.executable import CudaExecutable
 from dispatcher.backends.cuda.lowering import lower
 from dispatcher.backends.cuda.options import parse
@@ -15,8 +15,8 @@ from dispatcher.backends.cuda.program import Program
 from dispatcher.backends.cuda.sources import unknown
 from dispatcher.backends.cuda.tasks import Target
 from dispatcher.backends.cuda.userkernel import check_kernel, load_kernel
-from dispatcher.errors import DeviceError
-from dispatcher.interface import Device, LoadedKernel, Roofline
+from dispatcher.errors import DeviceError, InputError
+from dispatcher.interface import Device, ExportRequest, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
@@ -117,6 +117,14 @@ class CudaBackend:
     def remember(self, operator: Operator, device: Device, options: Mapping[str, Any], gain: float) -> bool:
         """Use ``options`` for ``operator`` on GPUs of this model from now on."""
         return tuning.remember(operator, *_opened(device), options, gain)
+
+    def export(self, request: ExportRequest) -> tuple[str, int]:
+        """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
+        for operator in request.cases.values():
+            reason = self.supports(operator, Device("cuda", 0, "exported", "gpu"))
+            if reason is not None:
+                raise InputError(f"{request.problem.name} cannot be exported: {reason}")
+        return exporting.export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""

@@ -64,7 +64,7 @@ class Fma:
             draft.defines["GATHER_STATE"] = "double"  # in registers, of which there are enough
         draft.pointers += [
             (("x",), program.value(convolution.source)),
-            (("w",), program.pack(convolution, tables.order, False)),
+            (("w",), program.pack(convolution, tables, False)),
             (("phases",), program.table(tables.phases)),
             (("slots",), program.table(tables.slots)),
             (("terms",), program.table(tables.terms)),

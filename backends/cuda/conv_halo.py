@@ -51,7 +51,7 @@ class Halo:
         p["softmax_bound"] = epilogue.bound
         draft.pointers += [
             (("x",), program.value(before.source)),
-            (("w",), program.pack(convolution, tables.order, not halo.split)),
+            (("w",), program.pack(convolution, tables, not halo.split)),
             (("passes",), program.table(tables.passes)),
             (("taps",), program.table(tables.taps)),
         ]

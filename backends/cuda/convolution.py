@@ -22,6 +22,7 @@ class FmaTables:
         phases: one row for each combination of residues that have taps, depth outermost.
         slots: row of a residue among those of its axis that have taps, or -1; axes one after another.
         terms: pairs of tap and input channel, by phase.
+        places: of each tap of all phases, the offset and the index in the kernel; its terms are one for each channel.
         order: where each packed weight, ``(groups, terms, padded channels)``, comes from; -1 for padding.
         residues: residues per axis that have outputs.
         axis_slots: those of them that have taps.
@@ -30,6 +31,7 @@ class FmaTables:
     phases: NDArray[np.void]
     slots: NDArray[np.int32]
     terms: NDArray[np.void]
+    places: NDArray[np.int64]
     order: NDArray[np.int32]
     residues: Triple
     axis_slots: Triple
@@ -55,7 +57,7 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         residues.append(len(live))
     phases = np.zeros(int(np.prod([len(axis) for axis in used])), phase_type)
     blocks: list[NDArray[np.void]] = [np.zeros(0, term_type)]
-    taps: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+    places: list[NDArray[np.int64]] = [np.zeros((0, 4), np.int64)]
     first = 0
     for row, combination in enumerate(itertools.product(*used)):
         combined = list(itertools.product(*(phase.taps for phase in combination)))
@@ -70,17 +72,18 @@ def fma_tables(geometry: ConvGeometry, padded_channels: int) -> FmaTables:
         block["channel"] = channels
         phases[row] = (first, count)
         blocks.append(block)
-        taps.append(np.repeat(index, in_group))
+        places.append(np.column_stack([offsets, index]))
         first += count
-    terms = np.concatenate(blocks)
+    terms, every = np.concatenate(blocks), np.concatenate(places)
     group, column = np.arange(geometry.groups)[:, None, None], np.arange(padded_channels)
     source = (group * in_group + terms["channel"][:, None]) * out_group + column
-    order = source * geometry.kernel_volume + np.concatenate(taps)[:, None]
+    order = source * geometry.kernel_volume + np.repeat(every[:, 3], in_group)[:, None]
     order[..., out_group:] = -1
     return FmaTables(
         phases,
         np.array(slots, np.int32),
         terms,
+        every,
         order.astype(np.int32).ravel(),
         (residues[0], residues[1], residues[2]),
         (len(used[0]), len(used[1]), len(used[2])),
@@ -97,12 +100,16 @@ class HaloTables:
         order: where each packed weight comes from; -1 for padding, some of which follows the last channel tile for
             the same reason.
         tile_weights: packed weights of one channel tile.
+        indices: in the kernel, of each step.
+        tile: of the kernel that reads them.
     """
 
     passes: NDArray[np.void]
     taps: NDArray[np.void]
     order: NDArray[np.int32]
     tile_weights: int
+    indices: tuple[int, ...]
+    tile: HaloTile
 
 
 def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
@@ -142,6 +149,8 @@ def halo_tables(geometry: ConvGeometry, tile: HaloTile) -> HaloTables:
         np.array([*program, (0, (0, 0, 0))], structure("conv_halo.cu", "Tap")),
         np.concatenate([source.astype(np.int32).ravel(), ahead]),
         len(indices) * tile.slices * tile.slice_channels * tile.block_n,
+        tuple(indices),
+        tile,
     )
 
 

@@ -89,6 +89,7 @@ class PoolKernel(_MemoryBound):
         p["stride"], p["dilation"] = step.stride, step.dilation
         p["before"], p["after"] = zip(*step.padding, strict=True)
         p["counted"], p["divisor"] = int(step.count_padding), step.divisor or 0
+        p["adaptive"] = int(step.adaptive)
         draft.defines["PLAIN"] = int(step.plain)
         unrolled = step.plain and math.prod(step.window) <= MAX_WINDOW
         window = step.window if unrolled else (0, 0, 0)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dispatcher.backends.cuda.convolution import FmaTables, HaloTables
 from dispatcher.backends.cuda.gathering import Gather
 from dispatcher.backends.cuda.layouts import structure
 from dispatcher.backends.cuda.sources import Source, broadcast_strides, fill
@@ -25,7 +26,8 @@ from dispatcher.problem.operator import Operator
 MAX_GRID = 2**31 - 1
 BLOCK = 256  # threads, where a kernel has no tile
 
-_C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
+#: Of elements.
+C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,18 @@ class Launch:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight tensor in a convolution's order, ``elements`` computed values; ``launch`` makes it."""
+    """The weights of ``convolution`` in the order that ``tables`` have, ``elements`` computed values; ``launch`` makes
+    them."""
 
-    tensor: str
+    convolution: Convolution
+    tables: FmaTables | HaloTables
     elements: int
     launch: Launch
+
+    @property
+    def tensor(self) -> str:
+        """The weight tensor."""
+        return self.convolution.weight.name
 
 
 @dataclass
@@ -146,11 +155,11 @@ class Program:
     def defines(self, x: str, y: str) -> dict[str, int | str]:
         """Defines that every kernel has: element types; ``x`` and ``y`` are the dtypes of input and output."""
         kinds = {"STORAGE": self.operator.dtype, "COMPUTE": self.compute, "INPUT": x, "OUTPUT": y}
-        return {name: _C_TYPES[dtype] for name, dtype in kinds.items()}
+        return {name: C_TYPES[dtype] for name, dtype in kinds.items()}
 
-    def pack(self, convolution: Convolution, order: NDArray[np.int32], use_tf32: bool) -> Reference:
+    def pack(self, convolution: Convolution, tables: FmaTables | HaloTables, use_tf32: bool) -> Reference:
         """A convolution's weights in another order, given as places in the contraction's."""
-        tensor = convolution.weight.name
+        tensor, order = convolution.weight.name, tables.order
         order = convolution.caller_order(order) if order.size else np.full(1, -1, np.int32)
         number = len(self.packed)
         draft = Draft(self, "pack.cu", "PackParams", Source())
@@ -161,7 +170,7 @@ class Program:
             (("order",), self.table(order)),
         ]  # fmt: skip
         launch = draft.launch("pack_weights", -(-order.size // BLOCK))
-        self.packed.append(PackedWeight(tensor, order.size, launch))
+        self.packed.append(PackedWeight(convolution, tables, order.size, launch))
         return Reference("packed", number)
 
 

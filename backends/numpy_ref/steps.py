@@ -306,6 +306,11 @@ def softmax(step: Softmax, x: Array) -> Array:
 def windows(step: Pool, x: NDArray[Any], combine: np.ufunc, outside: float = 0.0) -> NDArray[Any]:
     """Combine the elements of each window, one axis after another; beyond the input there is ``outside``."""
     for axis, size in enumerate(step.window, start=2):
+        if step.adaptive:
+            spans = [slice(start, stop) for start, stop in zip(*shares(step, axis), strict=True)]
+            parts = [x[tuple([slice(None)] * axis + [span])] for span in spans]
+            x = np.concatenate([combine.reduce(part, axis=axis, keepdims=True) for part in parts], axis=axis)
+            continue
         stride, gap, (before, _) = step.stride[axis - 2], step.dilation[axis - 2], step.padding[axis - 2]
         count, extent = step.shape[axis], x.shape[axis]
         last = (count - 1) * stride + gap * (size - 1) + 1  # places that windows reach, from the first on
@@ -321,6 +326,13 @@ def windows(step: Pool, x: NDArray[Any], combine: np.ufunc, outside: float = 0.0
     return x
 
 
+def shares(step: Pool, axis: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the windows of an adaptive pool begin on an axis, and where they end."""
+    extent, size = step.input_shape[axis], step.shape[axis]
+    places = np.arange(size)
+    return places * extent // size, -(-(places + 1) * extent // size)
+
+
 def counts(step: Pool) -> Array:
     """What a mean divides the sum of each window by, ``(1, 1, D, H, W)``."""
     if step.divisor is not None:
@@ -330,7 +342,9 @@ def counts(step: Pool) -> Array:
         extent, (before, after) = step.input_shape[axis], step.padding[axis - 2]
         starts = np.arange(step.shape[axis]) * step.stride[axis - 2] - before
         stops = starts + size
-        if step.count_padding:
+        if step.adaptive:
+            starts, stops = shares(step, axis)
+        elif step.count_padding:
             stops = np.minimum(stops, extent + after)
         else:
             starts, stops = np.maximum(starts, 0), np.minimum(stops, extent)

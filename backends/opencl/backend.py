@@ -11,8 +11,8 @@ from typing import Any, cast
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
 from dispatcher.backends.opencl.icd import remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
-from dispatcher.errors import DeviceError, first_line
-from dispatcher.interface import Device, Executable, LoadedKernel, Roofline
+from dispatcher.errors import DeviceError, InputError, first_line
+from dispatcher.interface import Device, Executable, ExportRequest, LoadedKernel, Roofline
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, Softmax, Step
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import UserKernel
@@ -81,6 +81,16 @@ class OpenClBackend:
         if parsed.algorithm == "auto" and not runtime.facts.cpu:
             parsed = replace(parsed, algorithm="tiled")
         return OpenClExecutable(runtime, operator, parsed)
+
+    def export(self, request: ExportRequest) -> tuple[dict[str, Any], list[str], bytes]:
+        """See :class:`dispatcher.interface.Exporter`, and :func:`exporting.export`."""
+        from dispatcher.backends.opencl.exporting import export
+
+        for operator in request.cases.values():
+            reason = next((reason for step in operator.steps if (reason := _no_form(step))), None)
+            if reason is not None:
+                raise InputError(f"{request.problem.name} cannot be exported: {reason}")
+        return export(request)
 
     def load_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> LoadedKernel:
         """Build a user's own kernel; see :class:`dispatcher.interface.KernelHost`."""

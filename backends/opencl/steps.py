@@ -162,6 +162,7 @@ def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
         "CHANNELS": step.shape[1],
         **{f"{name}_{axis}": each[i] for name, each in padding.items() for i, axis in enumerate("DHW") if not plain},
         **({} if plain else {"COUNT_PADDING": int(step.count_padding), "DIVISOR": step.divisor or 0}),
+        **({} if plain else {"ADAPTIVE": int(step.adaptive)}),
         **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
         **dict(zip(("OUT_D", "OUT_H", "OUT_W"), step.shape[2:], strict=True)),
         **dict(zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), window, strict=True)),

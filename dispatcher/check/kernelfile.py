@@ -16,7 +16,7 @@ from dispatcher.files import NotRegularError, TooLargeError, read_regular
 from dispatcher.ops.steps import axis_names
 from dispatcher.problem.expressions import Expression
 from dispatcher.problem.messages import brief
-from dispatcher.problem.model import Problem
+from dispatcher.problem.model import Parameter, Problem
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.userkernel import Kind, UserKernel, spelled
 from dispatcher.problem.values import NOT_NUMBERS, unwrapped
@@ -89,9 +89,9 @@ def read_kernel(
             given = f"local_size is {brief(local_size)} and global_size {brief(global_size)}"
             raise InputError(f"{given}; expected as many sizes in both")
         whole = tuple(-(-size // step) * step for size, step in zip(whole, local, strict=True))
+    parameters = _kinds(operator.problem.parameters)
     kernel = UserKernel(
-        _printable(file), text, str(file.resolve().parent), entry, _parameters(operator.problem), operator.dtype, whole,
-        local, options,
+        _printable(file), text, str(file.resolve().parent), entry, parameters, operator.dtype, whole, local, options,
     )  # fmt: skip
     return kernel, files.backend
 
@@ -151,17 +151,28 @@ def signature(problem: Problem, language: str) -> str:
     """
     if language not in _LANGUAGES:
         raise InputError(f"the language is {brief(language)}; expected one of {', '.join(_LANGUAGES)}")
-    before, types = _LANGUAGES[language]
-    lines = [f"{types[kind]} {spelled(name, language)}" for name, kind in _parameters(problem)]
-    return f"{before}void solution(\n    " + ",\n    ".join(lines) + ")"
+    lines = ",\n    ".join(parameter_list(problem.parameters, language))
+    return f"{_LANGUAGES[language][0]}void solution(\n    {lines})"
 
 
-def _parameters(problem: Problem) -> tuple[tuple[str, Kind], ...]:
-    """Name and kind of each parameter of the problem."""
+def parameter_list(parameters: Iterable[Parameter], language: str, element: str = "float") -> list[str]:
+    """Type and name of each of a problem's parameters, as a language writes them.
+
+    Args:
+        parameters: some of a problem's.
+        language: ``c``, ``cu`` or ``cl``.
+        element: the type of the tensors' elements.
+    """
+    types = _LANGUAGES[language][1]
+    return [f"{types[kind].replace('float', element)} {spelled(name, language)}" for name, kind in _kinds(parameters)]
+
+
+def _kinds(parameters: Iterable[Parameter]) -> tuple[tuple[str, Kind], ...]:
+    """Name and kind of each of a problem's parameters."""
     kinds: dict[str, Kind] = {"size_t": "size", "double": "double"}
     return tuple(
         (parameter.name, kinds.get(parameter.type, "input" if parameter.const else "output"))
-        for parameter in problem.parameters
+        for parameter in parameters
     )
 
 

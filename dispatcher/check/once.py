@@ -48,14 +48,14 @@ class TimedRun:
     _before: Mapping[str, int]
 
     @property
-    def median_s(self) -> float:
-        """Median of the later calls, more than 0."""
-        return max(statistics.median(self.warm_s), 1e-9)
+    def median_s(self) -> float | None:
+        """Median of the later calls, more than 0; None where there are none."""
+        return max(statistics.median(self.warm_s), 1e-9) if self.warm_s else None
 
     @property
-    def gflops(self) -> float:
-        """Billions of floating-point operations of the convolutions per second."""
-        return self.operator.flops / self.median_s / 1e9
+    def gflops(self) -> float | None:
+        """Billions of floating-point operations of the convolutions per second, in later calls."""
+        return None if self.median_s is None else self.operator.flops / self.median_s / 1e9
 
     def compare(self, stage: Stage) -> Comparison:
         """Compare the result with the reference, and the inputs with what they were."""
@@ -99,7 +99,7 @@ def timed_run(
         tensors: of the operator's shapes and dtype, C-contiguous.
         device: a device request as for :func:`dispatcher.compile`.
         options: tuning choices for the backend.
-        repeats: 1 or more.
+        repeats: 0 or more.
         checked: the result will be compared, so that it has to be known what the inputs were.
         stage: for progress.
 

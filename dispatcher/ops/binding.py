@@ -25,6 +25,7 @@ from dispatcher.ops.steps import (
     ValueOperand,
     axis_names,
 )
+from dispatcher.ops.symbols import larger, smaller
 
 FieldKind = Literal["each", "padding", "size", "flag", "operand", "tensor", "scalar", "axes"]
 
@@ -252,7 +253,7 @@ def same_padding(extent: int, kernel: int, stride: int, dilation: int) -> tuple[
     """Zeros before and after an axis with which there are ``ceil(extent / stride)`` outputs, one more after if odd."""
     if min(stride, dilation) < 1:
         return 0, 0  # which the geometry refuses
-    total = max(0, (-(-extent // stride) - 1) * stride + dilation * (kernel - 1) + 1 - extent)
+    total = larger(0, (-(-extent // stride) - 1) * stride + dilation * (kernel - 1) + 1 - extent)
     return total // 2, total - total // 2
 
 
@@ -318,10 +319,10 @@ def pool(form: ReductionForm) -> Builder:
                     "would be empty"
                 )
             left = extent + before + after - reach
-            count = left // stride[i] + 1
-            if binding["ceil_mode"] and left % stride[i] and count * stride[i] < extent + before:
-                count += 1  # one more, which begins inside the input or its padding before it
-            pooled.append(count)
+            last = left // stride[i]
+            if binding["ceil_mode"]:  # one more, where it begins inside the input or its padding before it
+                last = smaller(-(-left // stride[i]), (extent + before - 1) // stride[i])
+            pooled.append(last + 1)
             pairs.append((before, after))
         if divisor is not None and divisor < 1:
             raise binding.fail(f"divisor is {divisor}; it must be 1 or more")

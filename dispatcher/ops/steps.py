@@ -194,14 +194,18 @@ class Pool(Step):
     there are any: a maximum knows no others, a mean divides by all places that lie in the padded input, or where
     ``count_padding`` is False, by those that lie in the input itself; or by ``divisor``.
 
+    An adaptive one shares out ``I`` inputs among ``O`` outputs instead, which need not come out even: place ``o`` takes
+    in those from ``floor(o*I/O)`` up to, without, ``ceil((o+1)*I/O)``.
+
     Attributes:
         form: what is made of a window.
-        window: extents.
+        window: extents; the largest ones of an adaptive pool.
         stride: of the windows; ``window`` where they neither overlap nor leave gaps.
         padding: places before and after the input that windows may reach into.
         dilation: from one tap of a window to the next.
         count_padding: whether a mean counts padding as zeros.
         divisor: what a mean divides by instead, or None.
+        adaptive: see above; the fields but ``form`` and ``window`` mean nothing then.
     """
 
     form: ReductionForm
@@ -211,6 +215,7 @@ class Pool(Step):
     dilation: tuple[int, int, int] = (1, 1, 1)
     count_padding: bool = True
     divisor: int | None = None
+    adaptive: bool = False
 
     @property
     def plain(self) -> bool:
@@ -220,7 +225,7 @@ class Pool(Step):
             for count, size, extent in zip(self.shape[2:], self.window, self.input_shape[2:], strict=True)
         )
         unpadded = inside and not any(itertools.chain(*self.padding)) and self.divisor is None
-        return unpadded and self.stride == self.window and self.dilation == (1, 1, 1)
+        return unpadded and not self.adaptive and self.stride == self.window and self.dilation == (1, 1, 1)
 
     @property
     def function(self) -> str:

@@ -33,7 +33,7 @@ from dispatcher.ops.binding import (
     squeeze,
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import AXES, Softmax
+from dispatcher.ops.steps import AXES, Pool, ScalarOperand, Softmax, ValueOperand
 
 
 # ---- operations that others make up ------------------------------------------------------------------------
@@ -53,17 +53,31 @@ def build_rms_norm(binding: Binding) -> None:
         binding.then("scale", result, by=weight)
 
 
-def adaptive(op: str) -> Builder:
-    """Pool to a given size with windows side by side."""
+def build_gelu_tanh(binding: Binding) -> None:
+    """``in/2 * (1 + tanh(u))``, which is ``in * sigmoid(2u)``, for ``u = sqrt(2/pi) * (in + 0.044715 * in^3)``."""
+    x = ValueOperand(binding.source, binding.input_shape)
+    slope = 2 * math.sqrt(2 / math.pi)
+    cubic = binding.then("scale", binding.then("square"), by=ScalarOperand(slope * 0.044715))
+    twice = binding.then("scale", binding.then("add", cubic, value=ScalarOperand(slope)), by=x)
+    binding.then("scale", binding.then("sigmoid", twice), by=x)
+
+
+def adaptive(op: str, form: ReductionForm) -> Builder:
+    """Pool to a given size: with windows side by side where that comes out even, else with some that overlap."""
 
     def build(binding: Binding) -> None:
-        window = []
+        extents, sizes = binding.input_shape[2:], binding["size"]
         for place, name in binding.spatial:
-            extent, size = binding.input_shape[2 + place], binding["size"][place]
-            if size < 1 or extent % size:
-                raise binding.fail(f"size on axis {name} is {size}; it must divide the input's {extent}")
-            window.append(extent // size)
-        binding.then(op, window=tuple(window))
+            if sizes[place] < 1:
+                raise binding.fail(f"size on axis {name} is {sizes[place]}; it must be 1 or more")
+        pairs = list(zip(extents, sizes, strict=True))
+        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most.
+        window = tuple(-(-(extent + size - math.gcd(extent, size)) // size) for extent, size in pairs)
+        if all(extent % size == 0 for extent, size in pairs):
+            binding.then(op, window=window)
+        else:
+            base = binding.base((*binding.input_shape[:2], *sizes))
+            binding.append(Pool(**base, form=form, window=window, stride=window, adaptive=True))
 
     return build
 
@@ -82,7 +96,7 @@ _MEAN_WINDOWS = (
     Field("count_include_pad", "flag", "whether padding counts, as zeros", default=True),
     Field("divisor", "size", "what to divide the sum by instead of the number of places"),
 )
-_SIZE = (Field("size", "each", "extent of the result, which divides that of the input", required=True),)
+_SIZE = (Field("size", "each", "extent of the result", required=True),)
 _CHANNEL_BIAS = Field("bias", "tensor", "(out_channels,)")
 _DILATION = Field("dilation", "each", "spacing of the taps", default=1)
 _GROUPS = Field("groups", "size", "independent channel groups", default=1)
@@ -193,6 +207,9 @@ VOCABULARY: dict[str, Operation] = {
             onnx="Gelu",
         ),
         "in/2 * (1 + erf(in/sqrt(2)))",
+    ),
+    "gelu_tanh": Operation(
+        (), build_gelu_tanh, "in/2 * (1 + tanh(sqrt(2/pi) * (in + 0.044715 * in^3))), the approximation of gelu"
     ),
     "relu": pointwise(
         PointwiseForm("relu", "x < C(0.0) ? C(0.0) : x", cheap=True, integral=True, torch="torch.relu", onnx="Relu"),
@@ -340,9 +357,11 @@ VOCABULARY: dict[str, Operation] = {
     # -- pools and reductions
     **of_each_rank("avg_pool", Operation(_MEAN_WINDOWS, pool(MEAN), "mean of each window")),
     **of_each_rank("max_pool", Operation(_WINDOWS, pool(MAXIMUM), "maximum of each window; NaN wins")),
-    **of_each_rank("adaptive_avg_pool", Operation(_SIZE, adaptive("avg_pool"), "mean of windows that make the size")),
     **of_each_rank(
-        "adaptive_max_pool", Operation(_SIZE, adaptive("max_pool"), "maximum of windows that make the size")
+        "adaptive_avg_pool", Operation(_SIZE, adaptive("avg_pool", MEAN), "mean of windows that make the size")
+    ),
+    **of_each_rank(
+        "adaptive_max_pool", Operation(_SIZE, adaptive("max_pool", MAXIMUM), "maximum of windows that make the size")
     ),
     "squeeze": Operation(
         (replace(AXIS, required=True, default=None),), squeeze, "drop axes of extent 1; nothing is computed"

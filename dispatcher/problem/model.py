@@ -87,7 +87,7 @@ class Problem:
         pipeline: steps in order of execution; the last one's value is the output.
         cases: case name to values of size and double parameters.
         tolerance: factor on the error bound that verification computes; 1.0 unless the file says otherwise.
-        path: the file it was read from, or None.
+        path: the file it was read from, or None; no part of what it is.
         rank: spatial axes of its values.
         note: a line on what to know about it, for people.
     """
@@ -99,7 +99,7 @@ class Problem:
     pipeline: tuple[StepSpec, ...]
     cases: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     tolerance: float = 1.0
-    path: Path | None = None
+    path: Path | None = field(default=None, compare=False)
     rank: int = 3
     note: str = ""
 

@@ -226,14 +226,23 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def progress(what: str, steps: int = 2) -> Iterator[Advance]:
+def progress(what: str, steps: int = 2, items: str = "") -> Iterator[Advance]:
     """Progress on stderr for what takes a while; gives a function that takes the fraction done.
+
+    With ``items``, a number and what it counts, such as ``300 items``, it tells how many a second are done.
 
     That is a bar in a terminal, if there is more than one step. Elsewhere it is a line once it can be told that this
     will take long, and one whenever as much time has passed again.
     """
+    start = time.monotonic()
+    total, _, unit = items.partition(" ")
+
+    def rate(done: float) -> str:
+        spent_s = time.monotonic() - start
+        return f", {done * int(total) / max(spent_s, 1e-9):.4g} {unit}/s" if items else ""
+
     if not sys.stderr.isatty():
-        start, next_s = time.monotonic(), FIRST_WORD_S
+        next_s = FIRST_WORD_S
 
         def tell(done: float) -> None:
             nonlocal next_s
@@ -241,7 +250,7 @@ def progress(what: str, steps: int = 2) -> Iterator[Advance]:
             left_s = spent_s / done - spent_s if done > 0 else 0.0
             if spent_s >= next_s and spent_s + left_s >= LONG_S:
                 next_s = 2 * spent_s
-                note(f"{what}: {100 * done:.0f} % done, about {duration(left_s)} to go")
+                note(f"{what}: {100 * done:.0f} % done{rate(done)}, about {duration(left_s)} to go")
 
         yield tell
         return
@@ -255,7 +264,7 @@ def progress(what: str, steps: int = 2) -> Iterator[Advance]:
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=1.0)
         bar.refresh()
-        yield lambda done: bar.update(task, completed=done, refresh=True)
+        yield lambda done: bar.update(task, completed=done, description=what + rate(done), refresh=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -339,10 +348,19 @@ def write_array(path: Path, array: np.ndarray) -> None:
     """
     import numpy as np
 
+    _write(path, lambda file: np.save(file, array, allow_pickle=False))
+
+
+def write_content(path: Path, content: str | bytes) -> None:
+    """Write a text or bytes, likewise."""
+    _write(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "xb") as file:
-            np.save(file, array, allow_pickle=False)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -10,6 +10,8 @@ from dispatcher.report.layout import assignments, count, entry, first_sentence, 
 from dispatcher.report.streams import complain, note, say
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dispatcher.call.explanation import ConvolutionPlan, Explanation
     from dispatcher.check.comparison import Comparison
     from dispatcher.check.judging import Judgement
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from dispatcher.interface import Device, PlannedLaunch
     from dispatcher.problem.model import Problem
     from dispatcher.problem.operator import Operator
+    from dispatcher.scale.mapping import Mapped
     from dispatcher.timing.differences import BenchComparison
     from dispatcher.timing.results import Race
     from dispatcher.timing.tuning import TuneResult
@@ -139,9 +142,10 @@ def say_run(run: TimedRun, comparison: Comparison | None, read: Container[str], 
     made_up = [f"{', '.join(made)} made up from seed {more['seed']}"] if made else []
     from_files = [f"{', '.join(given)} read from {'files' if len(given) > 1 else 'a file'}"] if given else []
     say(entry("inputs", *made_up, *from_files, f"in {seconds(more['inputs_s'])}"))
-    then = f"then {seconds(run.median_s)} (median of {len(run.warm_s)})"
-    say(entry("time", f"compile {seconds(run.compile_s)}", f"first call {seconds(run.first_s)}", then))
-    say(entry("speed", f"{run.gflops:.4g} GFLOP/s"))
+    then = [] if run.median_s is None else [f"then {seconds(run.median_s)} (median of {len(run.warm_s)})"]
+    say(entry("time", f"compile {seconds(run.compile_s)}", f"first call {seconds(run.first_s)}", *then))
+    if run.gflops is not None:
+        say(entry("speed", f"{run.gflops:.4g} GFLOP/s"))
     if comparison is None:
         say(entry("verified", "no: left out"))
     elif run.operator.empty:
@@ -152,6 +156,16 @@ def say_run(run: TimedRun, comparison: Comparison | None, read: Container[str], 
         say(entry("verified", f"{verdict}{itself}: {_errors(comparison)}"))
     if more["output"] is not None:
         say(entry("output", more["output"]))
+
+
+def say_mapped(mapped: Mapped, output: Path) -> None:
+    """How an array in a file was worked on."""
+    operator = mapped.plan.operator
+    say(entry("problem", f"{operator.problem.name} ({operator.dtype}, {operator.precision})"))
+    before = [f"{mapped.kept} were there"] if mapped.kept else []
+    say(entry("items", f"{mapped.items} in chunks of {mapped.chunk}", *before))
+    say(entry("time", seconds(mapped.time_s), f"{mapped.items / max(mapped.time_s, 1e-9):.4g} items/s"))
+    say(entry("output", f"{output}, {' x '.join(map(str, operator.output_shape))}"))
 
 
 def say_judgement(judgement: Judgement, apart: bool) -> None:

@@ -304,6 +304,9 @@ def torch_pool(step: Pool, rank: int) -> Callable[[Any], Any]:
     """A pooling as a PyTorch function of its source, which has the axes of the problem."""
     from torch.nn import functional as F
 
+    if step.adaptive:
+        adaptive = getattr(F, f"adaptive_{'max' if step.form is MAXIMUM else 'avg'}_pool{rank}d")
+        return partial(adaptive, output_size=step.shape[5 - rank :])
     window, stride, dilation = step.window[3 - rank :], step.stride[3 - rank :], step.dilation[3 - rank :]
     padding, after = zip(*step.padding[3 - rank :], strict=True)
     if padding != after:

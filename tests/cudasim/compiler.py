@@ -32,6 +32,8 @@ _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _BOUNDS = re.compile(rf"__launch_bounds__\s*\(((?:[^(),]|{_NESTED})*)(?:,(?:[^()]|{_NESTED})*)?\)")
 _BOUNDED = re.compile(rf"{_BOUNDS.pattern}\s*{_LINE_MARKERS}(?:void\s+)?{_ATTRIBUTES}(\w+)\s*\(")
 _DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ATTRIBUTES}([\w:\s]*?\w)\s+(\w+)\s*\[\s*\]\s*;")
+_LAUNCHED = re.compile(r"([\w:]+)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
+_SCOPE = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)\'|\bnamespace\s+(\w+)\s*\{|[{}]')
 _LINE_MARKER = re.compile(r'^# \d+ "[^\n]*$', re.MULTILINE)
 
 # Products and sums contract to fused multiply-adds, as with nvcc. NaN and Inf keep their meaning.
@@ -64,12 +66,28 @@ def rewrite(preprocessed: str) -> tuple[str, list[str]]:
         The C++ text, and the names of the kernels: all non-template functions marked __global__.
     """
     preprocessed = _BOUNDS.sub("", preprocessed)
-    kernels = [match.group(2) for match in _KERNEL.finditer(preprocessed) if not match.group(1)]
+    kernels = [
+        "::".join([*_namespaces(preprocessed, match.start()), match.group(2)])
+        for match in _KERNEL.finditer(preprocessed)
+        if not match.group(1)
+    ]
 
     text = _DYNAMIC_SHARED.sub(r"\1 *\2 = reinterpret_cast<\1 *>(cusim::dynamic_shared);", preprocessed)
     text = re.sub(r"\b__shared__\b", "static", text)
     text = re.sub(r"\b__global__\b", "", text)
+    text = _LAUNCHED.sub(r"cusim_runtime::configured(\1, \2)(", text)
     return text, list(dict.fromkeys(kernels))
+
+
+def _namespaces(text: str, place: int) -> list[str]:
+    """The named namespaces that are open at a place of a preprocessed text, outermost first."""
+    scopes: list[str | None] = []
+    for token in _SCOPE.finditer(text, 0, place):
+        if token[0] == "}":
+            scopes.pop()
+        elif token[0][-1] == "{":
+            scopes.append(token[1])
+    return [scope for scope in scopes if scope]
 
 
 def module_table(kernels: Sequence[str], architecture: str, bounds: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -80,12 +98,20 @@ def module_table(kernels: Sequence[str], architecture: str, bounds: Mapping[str,
         architecture: As in sm_80 or sm_90a, without the sm_.
         bounds: For kernels that say so, how many threads a block may have, as C++ text.
     """
-    most = {**dict.fromkeys(kernels, "cusim_abi::MAX_THREADS"), **bounds}
+    most, constants = dict.fromkeys(kernels, "cusim_abi::MAX_THREADS"), ""
+    for name in kernels:
+        scope, _, own = name.rpartition("::")
+        if own in bounds:  # whose text may name constants of the kernel's namespace
+            constant = f"constexpr unsigned cusim_most_{own} = {bounds[own]};"
+            constants += f"namespace {scope} {{ {constant} }}\n" if scope else f"{constant}\n"
+            most[name] = f"{scope}::cusim_most_{own}"
     entries = "".join(f'cusim::entry<&{name}>("{name}", {most[name]}), ' for name in kernels)
+    named = "".join(f'if (kernel == reinterpret_cast<const void *>(&{name})) return "{name}"; ' for name in kernels)
     number = architecture.rstrip("af")
     specific = "false" if number == architecture else "true"
     return f"""
 # 1 "module table"
+{constants}namespace cusim_runtime {{ const char *kernel_name(const void *kernel) {{ {named}return ""; }} }}
 __attribute__((section("cusim_kernel_table")))
 const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0, 0}}}};
 extern "C" __attribute__((section("cusim_kernel_table"), visibility("default")))
@@ -137,13 +163,19 @@ def compile_file(source: Path, *, architecture: str, standard: str = "c++17", op
     return (folder / "module.so").read_bytes()
 
 
-def compile_library(source: Path, output: Path, *, standard: str, options: Sequence[str]) -> None:
-    """Compiles a .cu file without kernels to a shared library, whose functions may use device pointers as they are:
-    the stand-in's device memory is the host's.
+def compile_library(source: Path, output: Path, *, architecture: str, standard: str, options: Sequence[str]) -> None:
+    """Compiles a .cu file with functions of the host to a shared library. They may use device pointers as they are, the
+    stand-in's device memory being the host's, or launch kernels of the same file.
 
     Raises:
         BuildError: With the host compiler's messages.
     """
+    if "__global__" in source.read_text(encoding="utf-8"):
+        headers = f"-I{SOURCES / 'runtime'}"
+        output.write_bytes(
+            compile_file(source, architecture=architecture, standard=standard, options=[headers, *options])
+        )
+        return
     run_compiler([f"-std={standard}", "-O2", "-shared", "-fPIC", "-x", "c++", *options, str(source), "-o", str(output)])
 
 
@@ -177,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one compilation as nvcc would: `nvcc -cubin -arch=sm_80 -I DIR -DNAME=VALUE -o OUT.cubin IN.cu`, or
-    `nvcc -shared ...` for a file without kernels.
+    `nvcc -shared ...` for a library with functions of the host.
 
     Returns:
         The exit status.
@@ -201,7 +233,9 @@ def main(arguments: Sequence[str]) -> int:
     options = [*(f"-I{folder}" for folder in given.includes), *(f"-D{define}" for define in given.defines)]
     try:
         if given.shared:
-            compile_library(given.source, given.output, standard=given.std, options=options)
+            compile_library(
+                given.source, given.output, architecture=match.group(1), standard=given.std, options=options
+            )
             return 0
         module = compile_file(given.source, architecture=match.group(1), standard=given.std, options=options)
     except BuildError as error:

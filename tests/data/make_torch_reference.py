@@ -120,6 +120,8 @@ STEPS: dict[str, tuple[dict[str, Any], Step]] = {
         {"window": [2, 2, 3], "stride": [2, 1, 2], "padding": [1, 0, 1], "dilation": [1, 2, 1], "ceil_mode": True},
         lambda x, t: functional.max_pool3d(x, (2, 2, 3), (2, 1, 2), (1, 0, 1), (1, 2, 1), True),
     ),
+    "adaptive_avg_pool": ({"size": [2, 3, 7]}, lambda x, t: functional.adaptive_avg_pool3d(x, (2, 3, 7))),
+    "adaptive_max_pool": ({"size": [4, 3, 2]}, lambda x, t: functional.adaptive_max_pool3d(x, (4, 3, 2))),
     "divide": ({"by": "t"}, lambda x, t: x / t["t"]),
     "maximum": ({"value": "t"}, lambda x, t: torch.maximum(x, t["t"])),
     "minimum": ({"value": 0.125}, lambda x, t: x.clamp(max=0.125)),

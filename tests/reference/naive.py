@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import product
 from typing import Any
 
@@ -189,7 +190,13 @@ def pool(x: np.ndarray, step: Pool) -> np.ndarray:
     for n, c, *voxel in places(y.shape):
         values, padded = [], 0
         for tap in places(step.window):
-            place = [voxel[a] * step.stride[a] - step.padding[a][0] + tap[a] * step.dilation[a] for a in range(3)]
+            if step.adaptive:
+                shares = [Fraction(x.shape[2 + a], y.shape[2 + a]) for a in range(3)]
+                place = [math.floor(voxel[a] * shares[a]) + tap[a] for a in range(3)]
+                if any(place[a] >= (voxel[a] + 1) * shares[a] for a in range(3)):
+                    continue
+            else:
+                place = [voxel[a] * step.stride[a] - step.padding[a][0] + tap[a] * step.dilation[a] for a in range(3)]
             if all(0 <= place[a] < x.shape[2 + a] for a in range(3)):
                 values.append(float(x[(n, c, *place)]))
             padded += all(place[a] < x.shape[2 + a] + step.padding[a][1] for a in range(3))

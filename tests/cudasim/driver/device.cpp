@@ -212,6 +212,7 @@ DRIVER_API cuCtxPopCurrent(CUcontext *context) {
     context_stack.pop_back();
     return CUDA_SUCCESS;
 }
+DRIVER_API cuCtxGetCurrent(CUcontext *context) { NEED_CONTEXT(); *context = current_context(); return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetDevice(CUdevice *device) { NEED_CONTEXT(); *device = current_context()->device; return CUDA_SUCCESS; }
 DRIVER_API cuCtxSynchronize() { NEED_CONTEXT(); return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetApiVersion(CUcontext, unsigned *version) { *version = 3020; return CUDA_SUCCESS; }

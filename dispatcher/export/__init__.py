@@ -1,0 +1,1 @@
+"""Writing programs that run without this package."""

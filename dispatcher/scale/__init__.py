@@ -1,0 +1,1 @@
+"""Data larger than memory, and several workers: Dask is the engine."""

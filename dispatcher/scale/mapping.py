@@ -1,0 +1,301 @@
+"""A problem on an array in a file, to an array in a file: chunks of the batch, of which it is known which are done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.problem.messages import brief, picked
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import operator_dict
+from dispatcher.scale.storage import batch_chunk, make_array, open_array, write_items
+from dispatcher.scale.work import BatchPlan, Work, input_name, plan_batch, stand_in
+
+#: Bytes of inputs and results of a chunk, about, where nobody says how long chunks are.
+CHUNK_BYTES = 32 << 20
+#: Chunks under way in one process: one is read or written while the other is computed.
+TOGETHER = 2
+PLAN, DONE = "plan.json", "done"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What came of it.
+
+    Attributes:
+        plan: what was computed.
+        chunk: batch items of a chunk.
+        items: computed now.
+        kept: that were there already.
+        time_s: seconds for ``items``.
+    """
+
+    plan: BatchPlan
+    chunk: int
+    items: int
+    kept: int
+    time_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, texts and numbers."""
+        return {**operator_dict(self.plan.operator), **picked(self, "chunk", "items", "kept", "time_s")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker has to know of the files.
+
+    Attributes:
+        source: the array that is read.
+        name: the tensor that it is.
+        folder: where the result grows, with the record of what is done.
+        result: the name of the result in it.
+        chunk: batch items of a chunk.
+        items: of the batch.
+    """
+
+    source: Path
+    name: str
+    folder: Path
+    result: str
+    chunk: int
+    items: int
+
+    def run(self, work: Work, first: int) -> int:
+        """Compute and keep the chunk that begins at item ``first``; tries again once. Returns its items.
+
+        Raises:
+            DispatcherError: it failed twice; the message names the items.
+        """
+        last = min(first + self.chunk, self.items)
+        block = np.ascontiguousarray(open_array(self.source)[first:last])
+        write_items(self.folder / self.result, first, work(**{self.name: block}))
+        (self.folder / DONE / str(first)).touch()
+        return last - first
+
+    def named(self, work: Work, first: int) -> int:
+        """:meth:`run`, whose errors name the chunk."""
+        try:
+            return self.run(work, first)
+        except (DispatcherError, OSError, MemoryError, ValueError) as error:
+            what = f"items {first} to {min(first + self.chunk, self.items) - 1}: {error or type(error).__name__}"
+            raise (type(error) if isinstance(error, DispatcherError) else KernelError)(what) from error
+
+
+def map_files(
+    problem: Problem,
+    source: Path,
+    output: Path,
+    arguments: Mapping[str, Any],
+    *,
+    case: str | None = None,
+    dtype: str | None = None,
+    precision: str = "fp32",
+    device: str | None = None,
+    chunk: int | None = None,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    resume: bool = False,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Mapped:
+    """Apply a problem to an array in a file, and put the result into another.
+
+    The result grows in a folder beside its place, and is moved there when it is whole. What is done is recorded: a
+    call that was broken off can be resumed.
+
+    Args:
+        problem: what to compute.
+        source: a .npy file or a Zarr folder: the tensor that the pipeline begins with.
+        output: likewise, for the result.
+        arguments: other tensors, and numbers.
+        case: a named case whose numbers hold where nothing else gives one.
+        dtype: of every tensor; that of the tensors if None.
+        precision: ``fp32`` or ``tf32``.
+        device: a device request for each worker.
+        chunk: batch items of a chunk; as many as come to about 32 MB if None.
+        workers: processes of this machine; None to work in this one.
+        scheduler: address of a Dask scheduler instead, whose workers see the same files.
+        resume: do what is missing of a call that was broken off.
+        progress: told the fraction done.
+
+    Raises:
+        InputError: an argument is wrong, or what is there was made by another call.
+        DispatcherError: a chunk failed twice; the message names its items.
+    """
+    array, name = open_array(source), input_name(problem)
+    if source == output:
+        raise InputError(f"input and output are both {str(source)!r}; give the output a place of its own")
+    if not output.parent.is_dir():
+        raise InputError(f"the folder {str(output.parent)!r} does not exist; make it first")
+    whole = stand_in(tuple(array.shape), array.dtype)
+    plan = plan_batch(problem, {name: whole, **arguments}, case=case, dtype=dtype, precision=precision)
+    others = sorted(plan.batched - {name})
+    if others:
+        raise InputError(
+            f"tensor {others[0]} has a batch too, and the input alone can come in chunks; use dispatcher.dask"
+        )
+    operator = plan.operator
+    items, piece = operator.batch, batch_chunk(array)
+    length = chunk or max(1, CHUNK_BYTES // max(1, _item_bytes(plan, name)))
+    if chunk is None and length > piece:
+        length = length // piece * piece
+    length = max(1, min(length, items))
+    job = Job(source, name, output.with_name(f".{output.name}.partial"), f"result{output.suffix}", length, items)
+    _begin(job, plan, output, resume)
+    done = {int(each.name) for each in (job.folder / DONE).iterdir()}
+    waiting = [first for first in range(0, items, length) if first not in done]
+    kept = items - sum(min(length, items - first) for first in waiting)
+    start, counted = time.perf_counter(), 0
+    if waiting:
+        with _engine(workers, scheduler) as run:
+            for count in run(job, plan.work(device), waiting):
+                counted += count
+                progress((kept + counted) / items)
+    _finish(job, output)
+    return Mapped(plan, length, counted, kept, time.perf_counter() - start)
+
+
+def _item_bytes(plan: BatchPlan, name: str) -> int:
+    """Bytes of a batch item, and of its result."""
+    operator = plan.operator
+    shapes = (operator.tensor_shapes[name], operator.output_shape)
+    return sum(int(np.prod(shape[1:])) for shape in shapes) * np.dtype(operator.dtype).itemsize
+
+
+# ---- what is there already ---------------------------------------------------------------------------------
+def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
+    """Make the folder, or find it as an earlier call left it.
+
+    Raises:
+        InputError: it cannot be made, or is another call's.
+    """
+    wanted = _fingerprint(job, plan)
+    try:
+        known = json.loads((job.folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = None
+    if resume and known == wanted:
+        return
+    if resume and known is not None:
+        changed = next(name for name in wanted if known.get(name) != wanted[name])
+        raise InputError(
+            f"{str(job.folder)!r} was made with another {changed}; give the same arguments, or leave --resume out"
+        )
+    try:
+        shutil.rmtree(job.folder, ignore_errors=True)
+        (job.folder / DONE).mkdir(parents=True)
+        make_array(job.folder / job.result, plan.operator.output_shape, plan.operator.dtype, job.chunk)
+        (job.folder / PLAN).write_text(json.dumps(wanted), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _fingerprint(job: Job, plan: BatchPlan) -> dict[str, Any]:
+    """What a result depends on."""
+    stamp = job.source if job.source.is_file() else next(iter(sorted(job.source.glob("*.json"))), job.source)
+    weights = hashlib.sha256()
+    for name in sorted(plan.operator.tensor_shapes):
+        if name in plan.given:
+            weights.update(np.ascontiguousarray(plan.given[name]).tobytes())
+    return {
+        "input": [str(job.source), stamp.stat().st_mtime_ns],
+        "problem": hashlib.sha256(repr(plan.operator.key).encode()).hexdigest(),
+        "tensors": weights.hexdigest(),
+        "chunk": job.chunk,
+        "output": job.result,
+    }
+
+
+def _finish(job: Job, output: Path) -> None:
+    """Move the result to its place."""
+    if output.is_dir() and not output.is_symlink():  # a folder cannot be replaced in one step
+        os.replace(output, job.folder / "replaced")
+    os.replace(job.folder / job.result, output)
+    shutil.rmtree(job.folder)
+
+
+# ---- who computes ------------------------------------------------------------------------------------------
+Run = Callable[[Job, Work, Sequence[int]], Iterator[int]]
+
+
+@contextmanager
+def _engine(workers: int | None, scheduler: str | None) -> Iterator[Run]:
+    """What runs chunks, and yields the items of each when it is done."""
+    try:
+        if workers is None and scheduler is None:
+            yield _threads
+            return
+        from distributed import Client, LocalCluster
+    except ImportError as error:
+        raise InputError("workers need the extra scale: pip install 'kernel-dispatcher[scale]'") from error
+    if scheduler is not None:
+        try:
+            client = Client(scheduler, timeout=10)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--scheduler {brief(scheduler)} does not answer: {error}") from error
+        with client:
+            yield lambda *given: _distributed(client, *given)
+        return
+    with (
+        LocalCluster(
+            n_workers=workers, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for number, address in enumerate(sorted(client.scheduler_info(n_workers=-1)["workers"])):
+            client.run(take_share, number, workers, workers=[address])
+        yield lambda *given: _distributed(client, *given)
+
+
+def take_share(number: int, count: int) -> None:
+    """Have this process, one of ``count``, use its share of the machine: processors, and one of its GPUs."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number % len(cores) :: count] or cores)
+    gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+
+
+def _threads(job: Job, work: Work, waiting: Sequence[int]) -> Iterator[int]:
+    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+    def twice(first: int) -> int:
+        try:
+            return job.named(work, first)
+        except DispatcherError:
+            return job.named(work, first)
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        under_way = set()
+        try:
+            for first in waiting:
+                under_way.add(pool.submit(twice, first))
+                if len(under_way) < TOGETHER:
+                    continue
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+            yield from (future.result() for future in under_way)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _distributed(client: Any, job: Job, work: Work, waiting: Sequence[int]) -> Iterator[int]:
+    from distributed import as_completed
+
+    carried = client.scatter(work, broadcast=True, hash=False)
+    futures = client.map(
+        lambda first, carried: job.named(carried, first), waiting, carried=carried, retries=1, pure=False
+    )
+    for future in as_completed(futures):
+        yield future.result()

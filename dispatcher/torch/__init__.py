@@ -1,0 +1,33 @@
+"""Dispatcher for users of PyTorch. Importing this package imports PyTorch; ``import dispatcher`` never does.
+
+``import_module`` makes a problem out of a module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch as _torch  # noqa: F401 (whoever lacks it learns so here)
+
+if TYPE_CHECKING:  # an alias of the same name exports it
+    from dispatcher.errors import UnsupportedError as UnsupportedError
+    from dispatcher.torch.importing import Imported as Imported
+    from dispatcher.torch.importing import import_module as import_module
+
+_HOMES = {"importing": ("Imported", "UnsupportedError", "import_module")}
+_LAZY = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [*_LAZY]  # noqa: PLE0604 (texts, all of them)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,438 @@
+"""What ATen operators on elements, and reductions, are among the steps of the vocabulary.
+
+A handler takes the graph, whose ``node`` is the present one, and the operator's arguments by the names of its schema,
+the first tensor as ``x``; it returns the tensor that results, or a tuple of them where the operator has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from dispatcher.torch.draft import RefusedError, SymbolicError, Value, fixed, is_one
+from dispatcher.torch.graph import Array, Constant, Graph, Handler, relaid, whole
+
+_Handler = TypeVar("_Handler", bound=Handler)
+
+#: By the operator's name, without ``aten.``.
+HANDLERS: dict[str, Handler] = {}
+
+#: The name of the field that holds what a step combines its source with.
+_OPERAND = {"add": "value", "subtract": "value", "maximum": "value", "minimum": "value", "scale": "by", "divide": "by"}
+
+
+def handles(*names: str) -> Callable[[_Handler], _Handler]:
+    """Make a function the handler of these operators."""
+
+    def register(handler: _Handler) -> _Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def array_of(value: Any) -> Array:
+    if isinstance(value, Array):
+        return value
+    if isinstance(value, Constant):
+        raise RefusedError(f"{value.name} is not the input that the pipeline begins with, and can be an operand alone")
+    raise RefusedError(f"it works on {type(value).__name__}; expected a tensor")
+
+
+def number_of(value: Any) -> float:
+    if isinstance(value, Constant) and value.literal and value.data is not None and value.data.numel() == 1:
+        return float(value.data)
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        raise SymbolicError
+    if not isinstance(value, int | float):
+        raise RefusedError("a number in it is computed; expected a constant")
+    return float(value)
+
+
+# ---- one element at a time ---------------------------------------------------------------------------------
+def chain(graph: Graph, x: Any, *steps: tuple[str, dict[str, Any]]) -> Array:
+    array = array_of(x)
+    value = array.value
+    for op, fields in steps:
+        value = graph.draft.step(op, value, **fields)
+    return array.computed(value)
+
+
+def _pointwise(*steps: tuple[str, dict[str, Any]]) -> Handler:
+    return lambda graph, x, **_: chain(graph, x, *steps)
+
+
+for _name in ("relu", "sigmoid", "tanh", "silu", "mish", "hardswish", "selu", "exp", "log", "sqrt", "abs", "square"):
+    HANDLERS[_name] = _pointwise((_name, {}))
+for _name in ("reciprocal", "erf", "log1p"):
+    HANDLERS[_name] = _pointwise((_name, {}))
+HANDLERS |= {
+    "absolute": HANDLERS["abs"],
+    "special_erf": HANDLERS["erf"],
+    "special_log1p": HANDLERS["log1p"],
+    "special_expit": HANDLERS["sigmoid"],
+    "relu6": _pointwise(("clamp", {"min": 0.0, "max": 6.0})),
+    "hardsigmoid": _pointwise(("add", {"value": 3.0}), ("clamp", {"min": 0.0, "max": 6.0}), ("divide", {"by": 6.0})),
+    "neg": _pointwise(("scale", {"by": -1.0})),
+    "negative": _pointwise(("scale", {"by": -1.0})),
+    "rsqrt": _pointwise(("sqrt", {}), ("reciprocal", {})),
+    "log2": _pointwise(("log", {}), ("divide", {"by": math.log(2)})),
+    "log10": _pointwise(("log", {}), ("divide", {"by": math.log(10)})),
+    "exp2": _pointwise(("scale", {"by": math.log(2)}), ("exp", {})),
+    "log_sigmoid": _pointwise(("scale", {"by": -1.0}), ("softplus", {}), ("scale", {"by": -1.0})),
+}
+
+
+@handles("gelu")
+def _gelu(graph: Graph, x: Any, approximate: str = "none", **_: Any) -> Array:
+    return chain(graph, x, ("gelu" if approximate == "none" else "gelu_tanh", {}))
+
+
+@handles("clamp", "clip", "hardtanh", "clamp_min", "clamp_max")
+def _clamp(graph: Graph, x: Any, min: Any = None, max: Any = None, **given: Any) -> Any:
+    low, high = given.get("min_val", min), given.get("max_val", max)
+    if isinstance(low, Array | Constant) or isinstance(high, Array | Constant):
+        x = x if low is None else combined(graph, "maximum", x, low)
+        return x if high is None else combined(graph, "minimum", x, high)
+    bounds = {name: number_of(bound) for name, bound in (("min", low), ("max", high)) if bound is not None}
+    return chain(graph, x, ("clamp", bounds))
+
+
+@handles("leaky_relu")
+def _leaky_relu(graph: Graph, x: Any, negative_slope: Any, **_: Any) -> Array:
+    return chain(graph, x, ("leaky_relu", {"slope": number_of(negative_slope)}))
+
+
+@handles("rrelu")
+def _rrelu(graph: Graph, x: Any, lower: Any, upper: Any, training: bool, **_: Any) -> Array:
+    if training:
+        raise RefusedError("in training mode it draws slopes at random; call eval() on the module")
+    return _leaky_relu(graph, x, (number_of(lower) + number_of(upper)) / 2)
+
+
+@handles("elu")
+def _elu(graph: Graph, x: Any, alpha: Any, scale: Any = 1, input_scale: Any = 1, **_: Any) -> Array:
+    if (number_of(scale), number_of(input_scale)) != (1.0, 1.0):
+        raise RefusedError("its scale and input_scale are not 1")
+    return chain(graph, x, ("elu", {"alpha": number_of(alpha)}))
+
+
+@handles("celu")
+def _celu(graph: Graph, x: Any, alpha: Any, **_: Any) -> Array:
+    a = number_of(alpha)
+    return chain(graph, x, ("divide", {"by": a}), ("elu", {}), ("scale", {"by": a}))
+
+
+@handles("softplus")
+def _softplus(graph: Graph, x: Any, beta: Any = 1, **_: Any) -> Array:
+    b = number_of(beta)
+    scaled = [] if b == 1.0 else [("scale", {"by": b})]
+    return chain(graph, x, *scaled, ("softplus", {}), *([("divide", {"by": b})] if scaled else []))
+
+
+def along(constant: Constant, place: int, count: int) -> Constant:
+    """One value for each place of dimension ``place`` out of ``count``, to broadcast."""
+    trailing = count - place - 1
+    if constant.data is None or len(constant.sizes) != 1:
+        raise RefusedError(f"{constant.name} is an input of the module; expected a weight with one dimension")
+    data = constant.data.reshape(-1, *[1] * trailing)
+    return Constant(constant.name, data, tuple(data.shape), constant.literal)
+
+
+@handles("prelu", "_prelu_kernel")
+def _prelu(graph: Graph, x: Any, weight: Any, **_: Any) -> Array:
+    below = chain(graph, x, ("minimum", {"value": 0.0}))
+    if graph.name.startswith("prelu") and isinstance(weight, Constant):
+        weight = along(weight, 1, len(below.layout))
+    return combined(graph, "add", combined(graph, "scale", below, weight), chain(graph, x, ("relu", {})))
+
+
+@handles("softshrink")
+def _softshrink(graph: Graph, x: Any, lambd: Any, **_: Any) -> Array:
+    bound = number_of(lambd)
+    return combined(graph, "subtract", x, chain(graph, x, ("clamp", {"min": -bound, "max": bound})))
+
+
+@handles("pow")
+def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
+    power = number_of(exponent)
+    magnitude = abs(power)
+    if magnitude == 0.5:
+        result = chain(graph, x, ("sqrt", {}))
+    elif magnitude in range(1, 9):
+        result = array_of(x)
+        for bit in f"{int(magnitude):b}"[1:]:  # square and multiply
+            result = chain(graph, result, ("square", {}))
+            if bit == "1":
+                result = combined(graph, "scale", result, x)
+    else:
+        raise RefusedError(f"the exponent is {power:g}; expected 0.5, a whole number up to 8, or minus one of these")
+    return result if power > 0 else chain(graph, result, ("reciprocal", {}))
+
+
+# ---- two operands ------------------------------------------------------------------------------------------
+def combined(graph: Graph, op: str, left: Any, right: Any) -> Array:
+    """``left op right``, broadcast."""
+    if not isinstance(left, Array):
+        return _reversed(graph, op, left, array_of(right))
+    key = _OPERAND[op]
+    if isinstance(right, Array):
+        layout, sizes = _aligned(left, right)
+        # A step's source has all axes of its result; the pipeline's input is the better operand of two equals.
+        if not left.covers(layout) or (left.value.tensor and right.covers(layout) and not right.value.tensor):
+            if not right.covers(layout):
+                raise RefusedError("each of its operands lacks axes of the other one")
+            return _reversed(graph, op, left, right)
+        return Array([graph.draft.step(op, left.value, **{key: right.value})], layout, sizes)
+    if isinstance(right, Constant):
+        operand = graph.operand(right, left)
+        lead = max(0, len(right.sizes) - len(left.layout))
+        value = graph.draft.step(op, left.value, **{key: operand})
+        return Array([value], ((),) * lead + left.layout, (1,) * lead + left.sizes)
+    return left.computed(graph.draft.step(op, left.value, **{key: number_of(right)}))
+
+
+def _reversed(graph: Graph, op: str, left: Any, right: Array) -> Array:
+    """``left op right`` as a step that reads ``right``."""
+    if op == "subtract":
+        op, right = "add", chain(graph, right, ("scale", {"by": -1.0}))
+    elif op == "divide":
+        op, right = "scale", chain(graph, right, ("reciprocal", {}))
+        if not isinstance(left, Array | Constant) and number_of(left) == 1.0:
+            return right
+    return combined(graph, op, right, left)
+
+
+def _aligned(left: Array, right: Array) -> tuple[tuple[tuple[int, ...], ...], tuple[Any, ...]]:
+    """The layout and sizes of what two tensors broadcast to."""
+    count = max(len(left.layout), len(right.layout))
+    layout, sizes = [], []
+    for place in range(-count, 0):
+        (axes, size), (others, extent) = (
+            (each.layout[place], each.sizes[place]) if -place <= len(each.layout) else ((), 1) for each in (left, right)
+        )
+        if axes and others and axes != others:
+            raise RefusedError("its operands have different axes along one dimension")
+        layout.append(axes or others)
+        sizes.append(extent if is_one(size) else size)
+    used = [axis for axes in layout for axis in axes]
+    if len(set(used)) < len(used):
+        raise RefusedError("its operands have one axis along different dimensions")
+    return tuple(layout), tuple(sizes)
+
+
+@handles("add", "sub", "subtract", "rsub")
+def _add(graph: Graph, x: Any, other: Any, alpha: Any = 1, **_: Any) -> Array:
+    op = "add" if graph.name == "add" else "subtract"
+    if graph.name == "rsub":
+        x, other = other, x
+    if number_of(alpha) != 1.0:
+        if graph.name == "rsub":
+            raise RefusedError("its alpha is not 1")
+        factor = number_of(alpha)
+        if isinstance(other, Array):
+            other = chain(graph, other, ("scale", {"by": factor}))
+        elif isinstance(other, Constant):
+            if other.data is None:
+                raise RefusedError(f"its alpha is not 1, and {other.name} is an input")
+            other = Constant(other.name, other.data * factor, other.sizes, other.literal)
+        else:
+            other = number_of(other) * factor
+    return combined(graph, op, x, other)
+
+
+@handles("mul", "multiply")
+def _mul(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    if isinstance(x, Array) and isinstance(other, Array) and x.value is other.value and x.layout == other.layout:
+        return chain(graph, x, ("square", {}))
+    return combined(graph, "scale", x, other)
+
+
+@handles("div", "divide", "true_divide")
+def _div(graph: Graph, x: Any, other: Any, rounding_mode: Any = None, **_: Any) -> Array:
+    if rounding_mode is not None:
+        raise RefusedError(f"it rounds ({rounding_mode})")
+    return combined(graph, "divide", x, other)
+
+
+@handles("maximum")
+def _maximum(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    return combined(graph, "maximum", x, other)
+
+
+@handles("minimum")
+def _minimum(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    return combined(graph, "minimum", x, other)
+
+
+# ---- reductions and softmax --------------------------------------------------------------------------------
+def _dims(array: Array, dim: Any) -> list[int]:
+    count = len(array.layout)
+    given = [dim] if isinstance(dim, int) else list(dim or range(count))
+    return sorted({each % count if count else 0 for each in given})
+
+
+def axes_of(array: Array, dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(axis for place in dims for axis in (array.layout[place] if array.layout else ())))
+
+
+def _same_dtype(graph: Graph, dtype: Any) -> None:
+    if dtype is not None and dtype != graph.node.args[0].meta["val"].dtype:
+        raise RefusedError(f"it converts to {dtype}; a problem has one dtype")
+
+
+def reduced(graph: Graph, op: str, x: Any, dim: Any = None, keepdim: bool = False) -> Array:
+    array = array_of(x)
+    dims = _dims(array, dim)
+    if op not in ("mean", "max", "min"):  # to which repeated values make no difference
+        whole(array, dims)
+    axes = axes_of(array, dims)
+    shape = [1 if axis in axes else extent for axis, extent in enumerate(array.value.shape)]
+    value = graph.draft.step(op, array.value, shape, axis=axes) if axes else array.value
+    left = [
+        ((), 1) if place in dims else pair
+        for place, pair in enumerate(zip(array.layout, array.sizes, strict=True))
+        if keepdim or place not in dims
+    ]
+    return Array([value], tuple(axes for axes, _ in left), tuple(size for _, size in left))
+
+
+@handles("sum", "mean", "logsumexp", "amax", "amin")
+def _reduction(graph: Graph, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: Any) -> Array:
+    name = graph.name
+    _same_dtype(graph, dtype)
+    op = {"logsumexp": "log_sum_exp", "amax": "max", "amin": "min"}.get(name, name)
+    return reduced(graph, op, x, dim, keepdim)
+
+
+@handles("prod")
+def _prod(graph: Graph, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, **_: Any) -> Array:
+    _same_dtype(graph, dtype)
+    return reduced(graph, "product", x, dim, keepdim)
+
+
+@handles("max", "min")
+def _extreme(graph: Graph, x: Any, other: Any = None, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    op = graph.name
+    if other is not None:
+        return combined(graph, f"{op}imum", x, other)
+    result = reduced(graph, op, x, dim, keepdim)
+    return result if dim is None else (result, None)
+
+
+@handles("var", "std", "var_mean", "std_mean")
+def _spread(
+    graph: Graph,
+    x: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    correction: Any = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> Any:
+    name = graph.name
+    array = array_of(x)
+    taken = number_of(correction) if correction is not None else float(unbiased)
+    mean = reduced(graph, "mean", array, dim, True)
+    square = chain(graph, combined(graph, "subtract", array, mean), ("square", {}))
+    result = reduced(graph, "mean", square, dim, keepdim)
+    if taken:
+        count = math.prod(fixed(array.sizes[place]) for place in _dims(array, dim))
+        if count <= taken:
+            raise RefusedError("the variance of so few values is not defined")
+        result = chain(graph, result, ("scale", {"by": count / (count - taken)}))
+    if name.startswith("std"):
+        result = chain(graph, result, ("sqrt", {}))
+    return (result, reduced(graph, "mean", array, dim, keepdim)) if name.endswith("_mean") else result
+
+
+@handles("norm", "linalg_vector_norm")
+def _vector_norm(
+    graph: Graph, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None, **given: Any
+) -> Array:
+    _same_dtype(graph, dtype)
+    order = given.get("ord", given.get("p", 2))
+    order = 2.0 if order is None else number_of(order)
+    if order == 1.0:
+        return reduced(graph, "sum", chain(graph, x, ("abs", {})), dim, keepdim)
+    if order == 2.0:
+        total = reduced(graph, "sum", chain(graph, x, ("square", {})), dim, keepdim)
+        return chain(graph, total, ("sqrt", {}))
+    if order == math.inf:
+        return reduced(graph, "max", chain(graph, x, ("abs", {})), dim, keepdim)
+    raise RefusedError(f"the order of the norm is {order:g}; expected 1, 2 or infinity")
+
+
+@handles("softmax", "_softmax", "log_softmax", "_log_softmax")
+def _softmax(graph: Graph, x: Any, dim: int, dtype: Any = None, **_: Any) -> Array:
+    _same_dtype(graph, dtype)
+    op = "log_softmax" if "log" in graph.name else "softmax"
+    array = array_of(x)
+    axes = axes_of(array, _dims(array, dim)) or unit_axes(graph, array)
+    return array.computed(graph.draft.step(op, array.value, axis=axes))
+
+
+def unit_axes(graph: Graph, array: Array) -> tuple[int, ...]:
+    """An axis of extent 1, for what works over a dimension of size 1."""
+    found = [axis for axis in (1, 0, *graph.draft.spatial) if is_one(array.value.shape[axis])]
+    if not found:
+        raise RefusedError("it works over a dimension of size 1 that is none of the problem's axes")
+    return tuple(found[:1])
+
+
+# ---- what computes nothing ---------------------------------------------------------------------------------
+@handles(
+    *("alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy", "lift", "view_of", "to", "_to_copy"),
+    *("type_as", "positive"),
+)
+def _same(graph: Graph, x: Any, **_: Any) -> Any:
+    before, after = graph.node.args[0].meta["val"], graph.node.meta["val"]
+    if before.dtype != after.dtype:
+        raise RefusedError(f"it converts {before.dtype} to {after.dtype}; a problem has one dtype")
+    array = array_of(x)
+    name = graph.name
+    copies = name == "clone" or (name == "contiguous" and not before.is_contiguous())
+    return array.computed(array.value) if copies else array
+
+
+def _is_zero(value: Value) -> bool:
+    """Whether a value is 0 whatever the input is, as what is first clamped to 0 or less and then to 0 or more."""
+    below = value.source
+    if value.op != "clamp" or value.fields.get("min") != 0.0 or below is None:
+        return False
+    most = below.fields.get("max") if below.op == "clamp" else below.operand if below.op == "minimum" else None
+    return isinstance(most, float) and most <= 0.0
+
+
+@handles("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
+def _dropout(graph: Graph, x: Any, p: Any, train: bool | None, **_: Any) -> Any:
+    if train and number_of(p) > 0 and not _is_zero(array_of(x).value):
+        raise RefusedError("in training mode it draws at random; call eval() on the module, or set p to 0")
+    return (array_of(x), None) if graph.name.startswith("native") else array_of(x)
+
+
+@handles(
+    *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze"),
+    *("ravel", "atleast_1d", "_reshape_alias", "squeeze_copy", "view_copy", "unsqueeze_copy"),
+)
+def _view(graph: Graph, x: Any, **_: Any) -> Array:
+    return relaid(array_of(x), graph.sizes)
+
+
+@handles("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "numpy_T", "mT", "permute_copy")
+def _permute(graph: Graph, x: Any, **given: Any) -> Array:
+    array = array_of(x)
+    # Where each dimension goes is told by a tensor whose sizes are all different.
+    probe = torch.empty([place + 2 for place in range(len(array.layout))], device="meta")
+    order = [size - 2 for size in graph.node.target(probe, **given).shape]
+    return Array(array.cell, tuple(array.layout[i] for i in order), tuple(array.sizes[i] for i in order))
+
+
+@handles("expand", "expand_as", "broadcast_to")
+def _expand(graph: Graph, x: Any, **_: Any) -> Array:
+    array = array_of(x)
+    sizes = graph.sizes
+    return Array(array.cell, ((),) * (len(sizes) - len(array.layout)) + array.layout, sizes)

@@ -1,0 +1,518 @@
+"""From a graph of ATen operators to steps: what each tensor of the graph is among the values of a pipeline.
+
+A value has five axes. A tensor of the graph shows a value in a layout of its own: for each of its dimensions, which
+axes of the value lie along it, one after another, or none. So a permutation, a view, a squeeze or an expansion changes
+the layout and computes nothing, and a step that works over dimensions knows over which axes: a layer norm of a
+permuted tensor is one over channels. What is computed from weights alone is computed at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from dispatcher.ops.steps import axis_names
+from dispatcher.torch.draft import Draft, Extent, RefusedError, SymbolicError, Tensor, Value, extents, is_one, settled
+from dispatcher.torch.patterns import PARTS, simplify
+
+#: The axes of a value that lie along each dimension of a tensor.
+Layout = tuple[tuple[int, ...], ...]
+
+#: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
+Handler = Callable[..., Any]
+
+#: Operations whose result is a view of their first argument, or may be one.
+_VIEWS = frozenset(
+    (
+        *("alias", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "moveaxis", "numpy_T", "mT"),
+        *("permute", "reshape", "reshape_as", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten"),
+        *("unsqueeze", "view", "view_as", "_unsafe_view", "to"),
+    )
+)
+
+
+def equal(left: Extent, right: Extent) -> bool:
+    """Whether two extents are the same whatever the sizes are."""
+    return bool(statically_known_true(left == right))
+
+
+@dataclass(eq=False)
+class Array:
+    """A tensor of the graph that shows a value.
+
+    Attributes:
+        cell: holds the value; shared by all that share memory, so that one sees what is written into another.
+        layout: the axes along each dimension. An axis of extent 1 lies nowhere.
+        sizes: of the dimensions. One without axes whose size is not 1 is an expanded one.
+    """
+
+    cell: list[Value]
+    layout: Layout
+    sizes: tuple[Extent, ...]
+
+    @property
+    def value(self) -> Value:
+        """What it shows."""
+        return self.cell[0]
+
+    def computed(self, value: Value) -> Array:
+        """A new tensor of the same layout."""
+        return replace(self, cell=[value])
+
+    def covers(self, layout: Layout) -> bool:
+        """Whether the value has all axes of ``layout``."""
+        return {axis for axes in layout for axis in axes} <= set(self.value.axes)
+
+
+@dataclass(eq=False)
+class Constant:
+    """A tensor that does not depend on the pipeline's input.
+
+    Attributes:
+        name: path in the module, or what it was computed by.
+        data: the tensor; None for an input of the module that steps combine with.
+        sizes: of its dimensions.
+        literal: whether it is a number that was written in the code, where it has one element.
+    """
+
+    name: str
+    data: Any
+    sizes: tuple[Extent, ...]
+    literal: bool = False
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A node that has no counterpart.
+
+    Attributes:
+        node: of the graph.
+        operator: its name, such as ``aten.sort``.
+        module: path of the submodule that calls it; empty for the module itself.
+        place: file and line, or empty.
+        reason: why.
+    """
+
+    node: Any
+    operator: str
+    module: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        module = f"in {self.module}" if self.module else ""
+        where = " ".join(part for part in (module, f"at {self.place}" if self.place else "") if part)
+        return f"{self.operator}{f' ({where})' if where else ''}: {self.reason}"
+
+
+class _Unknown:
+    """What depends on a node that has no counterpart."""
+
+
+UNKNOWN = _Unknown()
+
+
+def describe(node: Any, reason: str) -> Unsupported:
+    """A node that has no counterpart, with where it stands in the module's source."""
+    stack = node.meta.get("nn_module_stack") or {}
+    module = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+    name = (
+        node.name
+        if node.op == "placeholder"
+        else operator_name(node.target) or getattr(node.target, "__name__", str(node.target))
+    )
+    return Unsupported(node, name, str(module), _place(node.meta.get("stack_trace") or ""), reason)
+
+
+def _place(trace: str) -> str:
+    """The innermost line of a traceback that is not PyTorch's own, as ``file:line``."""
+    frames = [line.split('"') for line in trace.splitlines() if line.strip().startswith('File "')]
+    own = [frame for frame in frames if "/torch/nn/" not in frame[1].replace("\\", "/")] or frames
+    if not own:
+        return ""
+    return f"{own[-1][1]}:{own[-1][2].split('line ')[1].split(',')[0]}"
+
+
+def operator_name(target: Any) -> str:
+    """``aten.relu`` for any overload of it; empty for what is no operator."""
+    packet = getattr(target, "overloadpacket", None)
+    return "" if packet is None else str(packet)
+
+
+class Graph:
+    """Translates the nodes of a graph, one after another.
+
+    Args:
+        nodes: of a graph of ATen operators, in order.
+        tensors: of placeholders and attributes that hold weights and buffers.
+        source: the placeholder that is the pipeline's input.
+        returned: the nodes that the graph returns.
+        handlers: of operators, by name.
+
+    Attributes:
+        draft: the steps.
+        unsupported: nodes that have no counterpart, in order.
+        node: the present one.
+        name: of its operator, without ``aten.`` and the underscore of those that write in place.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Any],
+        tensors: Mapping[Any, Constant],
+        source: Any,
+        returned: Sequence[Any],
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self.draft = Draft(_rank(nodes, source), simplify)
+        self.handlers = handlers
+        self.unsupported: dict[Any, Unsupported] = {}
+        self.results: dict[Any, Any] = dict(tensors)
+        self._tensors: dict[Any, Tensor] = {}
+        self.node: Any = None
+        self.name = ""
+        self.source = source
+        self.returned = returned
+        alive = _alive(nodes, returned)
+        for node in nodes:
+            if node in alive and node not in self.results and node.op != "output":
+                self.node = self.draft.node = node
+                try:
+                    self.results[node] = self._result(node)
+                except RefusedError as error:
+                    self.unsupported[node] = describe(node, str(error))
+                    self.results[node] = UNKNOWN
+
+    # -- nodes
+    def _result(self, node: Any) -> Any:
+        if node is self.source:
+            return self._input(node)
+        if node.op == "placeholder":
+            return Constant(node.name, None, extents(node.meta["val"].shape))
+        meta = node.meta.get("val")
+        if isinstance(meta, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return settled(meta) if isinstance(meta, torch.SymInt) else meta
+        arguments = self.look_up((node.args, node.kwargs))
+        unknown = _contains(arguments, lambda each: each is UNKNOWN)
+        if node.target is operator.getitem:
+            (parts, place), _ = arguments
+            if isinstance(parts, tuple | list) and parts[place] is not None:
+                return parts[place]
+            if unknown:
+                return UNKNOWN
+            raise RefusedError("this part of the result has no counterpart")
+        name = operator_name(node.target).removeprefix("aten.")
+        in_place = name.endswith("_") and not name.endswith("__")
+        self.name = name.removesuffix("_") if in_place else name
+        handler = self.handlers.get(self.name)
+        if not unknown and not _contains(arguments, lambda each: isinstance(each, Array) or _is_input(each)):
+            return self._folded(node, *arguments, in_place=in_place)
+        if handler is None:
+            raise RefusedError("the vocabulary has no step for it")
+        if unknown:
+            return UNKNOWN
+        given = _by_name(node.target, *arguments)
+        result = handler(self, **given)
+        if in_place and isinstance(result, Array):
+            return self._written(given["x"], result)
+        return result
+
+    def look_up(self, value: Any) -> Any:
+        """An argument, with the results of nodes in the place of these."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.look_up(part) for part in value)
+        if isinstance(value, dict):
+            return {key: self.look_up(part) for key, part in value.items()}
+        return self.results[value] if isinstance(value, torch.fx.Node) else value
+
+    def _input(self, node: Any) -> Array:
+        """The pipeline's input, whose dimensions are the last ones out of the problem's axes."""
+        sizes = extents(node.meta["val"].shape)
+        axes = (0, 1, *self.draft.spatial)
+        if not 1 <= len(sizes) <= len(axes):
+            raise RefusedError(f"it has {len(sizes)} dimensions; expected 1 to {len(axes)}")
+        shape, layout = placed(axes[len(axes) - len(sizes) :], sizes)
+        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, sizes))], layout, sizes)
+
+    def _folded(self, node: Any, args: Any, kwargs: Any, *, in_place: bool) -> Any:
+        """The result of a node that depends on weights alone: computed on copies, for it may write into them."""
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise RefusedError("it draws at random")
+        names = [each.name for each in _leaves((args, kwargs)) if isinstance(each, Constant)]
+
+        def data(value: Any) -> Any:
+            if isinstance(value, Constant):
+                return value.data.clone() if in_place else value.data
+            if isinstance(value, torch.SymInt):
+                raise SymbolicError
+            if isinstance(value, tuple | list):
+                return type(value)(map(data, value))
+            return {key: data(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+        with torch.no_grad():
+            result = node.target(*data(args), **data(kwargs))
+        literal = all(each.literal for each in _leaves((args, kwargs)) if isinstance(each, Constant))
+        # A view of one tensor is that tensor still, under its name.
+        name = names[0] if len(names) == 1 else node.name
+
+        def constant(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return Constant(name, value, tuple(value.shape), literal)
+            return type(value)(map(constant, value)) if isinstance(value, tuple | list) else value
+
+        folded = constant(result)
+        target = args[0] if args else None
+        if in_place and isinstance(target, Constant):
+            target.data, target.name = folded.data, folded.name
+            return target
+        return folded
+
+    def _written(self, target: Any, result: Array) -> Array:
+        """A result that is written into the tensor ``target``."""
+        if not isinstance(target, Array) or result.layout != target.layout:
+            raise RefusedError("it writes into a tensor of another shape")
+        target.cell[0] = result.value
+        return target
+
+    # -- what handlers ask for
+    @property
+    def sizes(self) -> tuple[Extent, ...]:
+        """Sizes of the present node's result, or of the first of its results."""
+        meta = self.node.meta["val"]
+        return extents((meta[0] if isinstance(meta, tuple | list) else meta).shape)
+
+    def tensor(
+        self, constant: Constant, shape: Sequence[Extent] | None = None, order: Sequence[int] | None = None
+    ) -> Tensor:
+        """A constant as a parameter of the problem, in another shape where one is given.
+
+        Args:
+            constant: a weight, or an input of the module.
+            shape: to take it in.
+            order: of the axes of ``shape`` in the parameter.
+        """
+        shape = tuple(constant.sizes if shape is None else shape)
+        order = tuple(range(len(shape)) if order is None else order)
+        data, key = constant.data, (constant, str(shape), order)
+        if key in self._tensors:
+            return self._tensors[key]
+        if data is None:
+            if order != tuple(range(len(shape))) or shape != constant.sizes:
+                raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
+        else:
+            data = data.detach()
+            if data.shape != shape:
+                data = data.reshape(shape)
+            if order != tuple(range(len(shape))):
+                data = data.permute(order).contiguous()
+            shape = tuple(data.shape)
+        self._tensors[key] = Tensor(constant.name, data, shape)
+        return self._tensors[key]
+
+    def operand(self, constant: Constant, beside: Array) -> Any:
+        """A constant as what a step combines ``beside`` with: a number, or a tensor whose axes are those of it."""
+        if constant.data is not None and constant.literal and constant.data.numel() == 1:
+            return float(constant.data)
+        sizes, layout = constant.sizes, beside.layout[max(0, len(beside.layout) - len(constant.sizes)) :]
+        long = [size for size in sizes[: len(sizes) - len(layout)] if not is_one(size)]
+        sizes = sizes[len(sizes) - len(layout) :]
+        if long or any(not axes and not is_one(size) for axes, size in zip(layout, sizes, strict=True)):
+            raise RefusedError(f"{constant.name} is larger than what it is combined with, on some axis")
+        used = [() if is_one(size) else axes for axes, size in zip(layout, sizes, strict=True)]
+        flat = [axis for axes in used for axis in axes]
+        all_axes = (0, 1, *self.draft.spatial)
+        standard = [axis for axis, size in zip(all_axes[-len(sizes) :], sizes, strict=False) if not is_one(size)]
+        if flat == standard and all(len(axes) < 2 for axes in used) and len(constant.sizes) <= len(all_axes):
+            return self.tensor(constant, constant.sizes or (1,))
+        if constant.data is None:
+            return self._placed_input(constant, used)
+        extents = [beside.value.shape[axis] for axis in flat]
+        order = sorted(range(len(flat)), key=flat.__getitem__)
+        moved = self.tensor(constant, extents, order)
+        first = min(flat)
+        full = [beside.value.shape[axis] if axis in flat else 1 for axis in all_axes if axis >= first]
+        key = (moved, str(full))
+        if key not in self._tensors:
+            self._tensors[key] = Tensor(moved.name, moved.data.reshape(full), tuple(full))
+        return self._tensors[key]
+
+    def _placed_input(self, constant: Constant, used: Sequence[tuple[int, ...]]) -> Tensor:
+        """An input of the module whose dimensions lie along these axes."""
+        axes = assign(tuple(used), (0, 1, *self.draft.spatial)) if all(len(each) < 2 for each in used) else None
+        if axes is None or len(axes) != len(constant.sizes):
+            raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
+        key = (constant, tuple(axes), "along")
+        if key not in self._tensors:
+            self._tensors[key] = replace(self.tensor(constant), along=tuple(axes))
+        return self._tensors[key]
+
+    # -- the end
+    def finish(self, output: Any) -> tuple[Value, tuple[int, ...]] | None:
+        """The last value, and the axes that the result lacks; None where something has no counterpart.
+
+        Args:
+            output: the graph's output node.
+        """
+        if len(self.returned) != 1:
+            reason = f"the module returns {len(self.returned)} tensors; expected one"
+            self.unsupported[output] = describe(output, reason)
+            return None
+        (result,) = self.returned
+        array = self.results.get(result)
+        if self.unsupported or array is UNKNOWN:
+            return None
+        try:
+            value, dropped = self._last(array)
+        except RefusedError as error:
+            self.unsupported[result] = describe(result, str(error))
+            return None
+        for step in self.draft.order(value):
+            if step.op in PARTS:
+                self.unsupported[step.node] = describe(step.node, "the vocabulary has no step for it")
+        return None if self.unsupported else (value, dropped)
+
+    def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
+        if not isinstance(array, Array):
+            raise RefusedError("the result does not depend on the module's input")
+        if array.value.tensor is not None:
+            raise RefusedError("the result is the module's input; nothing is computed")
+        whole(array)
+        all_axes = (0, 1, *self.draft.spatial)
+        axes = assign(array.layout, all_axes) if all(len(each) < 2 for each in array.layout) else None
+        if axes is None:
+            names = {those[0]: name for name, those in axis_names(self.draft.rank).items() if len(those) == 1}
+            shown = ", ".join(" x ".join(names.get(axis, "?") for axis in each) or "1" for each in array.layout)
+            raise RefusedError(
+                f"the result's dimensions are ({shown}); a problem's result has the axes batch, channel and spatial "
+                "ones apart and in that order"
+            )
+        return array.value, tuple(axis for axis in all_axes if axis not in axes)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------
+def placed(axes: Sequence[int], sizes: Sequence[Extent]) -> tuple[tuple[Extent, ...], Layout]:
+    """The shape of a value with one axis for each size, and the layout of a tensor with these dimensions."""
+    shape: list[Extent] = [1, 1, 1, 1, 1]
+    for axis, size in zip(axes, sizes, strict=True):
+        shape[axis] = size
+    return tuple(shape), tuple(() if is_one(size) else (axis,) for axis, size in zip(axes, sizes, strict=True))
+
+
+def assign(layout: Layout, axes: Sequence[int]) -> list[int] | None:
+    """One of ``axes`` for each dimension, in order; a dimension without axes takes one that is free."""
+    if not layout:
+        return []
+    for place, axis in enumerate(axes):
+        if layout[0] in ((), (axis,)):
+            rest = assign(layout[1:], axes[place + 1 :])
+            if rest is not None:
+                return [axis, *rest]
+    return None
+
+
+def whole(array: Array, dims: Iterable[int] | None = None) -> None:
+    """Check that no dimension, or none of ``dims``, is expanded.
+
+    Raises:
+        RefusedError: one is.
+    """
+    places = range(len(array.layout)) if dims is None or not array.layout else dims
+    if any(not array.layout[place] and not is_one(array.sizes[place]) for place in places):
+        raise RefusedError("it reads an expanded tensor, whose values would have to be repeated")
+
+
+def relaid(array: Array, sizes: Sequence[Extent]) -> Array:
+    """The same memory, with dimensions of other sizes.
+
+    Raises:
+        RefusedError: an axis would be split.
+    """
+    parts: list[tuple[Extent, tuple[int, ...]]] = []
+    for axes, size in zip(array.layout, array.sizes, strict=True):
+        if axes:
+            parts += [(array.value.shape[axis], (axis,)) for axis in axes]
+        elif not is_one(size):
+            parts.append((size, ()))
+    layout: list[tuple[int, ...]] = []
+    for size in sizes:
+        axes, total = (), 1
+        while parts and not equal(total, size):
+            extent, axis = parts.pop(0)
+            if (not axis and not equal(extent, size)) or (axes == () and not equal(total, 1)):
+                raise RefusedError("it views an expanded tensor in another shape")
+            total, axes = total * extent, axes + axis
+        if not equal(total, size):
+            raise RefusedError("it views the tensor in a shape that splits an axis")
+        layout.append(axes)
+    return Array(array.cell, tuple(layout), tuple(sizes))
+
+
+def _rank(nodes: Iterable[Any], source: Any) -> int:
+    """The spatial axes that a graph's values need: those of its windows, else what its input has."""
+    rank = len(source.meta["val"].shape) - 2
+    for node in nodes:
+        name = operator_name(node.target) if node.op == "call_function" else ""
+        if "conv" in name or "pool" in name:
+            digits = [int(letter) for letter in name if letter in "123"]
+            rank = max(rank, digits[-1] if digits else len(node.args[1].meta["val"].shape) - 2)
+    return min(max(rank, 1), 3)
+
+
+# ---- nodes and arguments -----------------------------------------------------------------------------------
+def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
+    """The nodes that those returned depend on, by their arguments or by what is written into these."""
+    alive = set(returned)
+    written = {_base(node) for node in returned}
+    for node in reversed(nodes):
+        name = operator_name(node.target) if node.op == "call_function" else ""
+        in_place = name.endswith("_") and not name.endswith("__")
+        if node in alive or (in_place and _base(node) in written):
+            alive.update((node, *node.all_input_nodes))
+            written.update(_base(each) for each in node.all_input_nodes)
+    return alive
+
+
+def _base(node: Any) -> Any:
+    """The node whose memory ``node`` shows."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
+        name = operator_name(node.target).removeprefix("aten.")
+        if name not in _VIEWS and not (name.endswith("_") and not name.endswith("__")):
+            break
+        node = node.args[0]
+    return node
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, tuple | list):
+        return [leaf for part in value for leaf in _leaves(part)]
+    if isinstance(value, dict):
+        return _leaves(list(value.values()))
+    return [value]
+
+
+def _contains(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    return any(wanted(leaf) for leaf in _leaves(value))
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, Constant) and value.data is None
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the operator's schema, with its defaults; the first tensor is called ``x``."""
+    given = {}
+    for place, argument in enumerate(target._schema.arguments):
+        name = "x" if argument.name in ("self", "input") else argument.name
+        if place < len(args):
+            given[name] = args[place]
+        elif argument.name in kwargs:
+            given[name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            given[name] = argument.default_value
+    return given

@@ -1,0 +1,209 @@
+"""Batches larger than memory: arrays in files, in chunks, broken off and resumed; Dask arrays; workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dispatcher
+from dispatcher import cli
+from dispatcher.call.compiled import CompiledOperator
+from dispatcher.errors import InputError, KernelError
+from dispatcher.problem.loader import load_problem
+from dispatcher.scale.mapping import Mapped, map_files
+
+PROBLEM = load_problem("conv2d-relu-biasadd")
+ITEMS = 11
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+X = drawn(ITEMS, 3, 6, 7)
+GIVEN: dict[str, Any] = {"kernel": drawn(4, 3, 3, 3), "bias": drawn(4, 1, 1)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    result: np.ndarray = dispatcher.run(PROBLEM, input=X, device="numpy", **GIVEN)
+    return result
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    np.save(tmp_path / "x.npy", X)
+    return tmp_path / "x.npy"
+
+
+def mapped(source: Path, target: Path, **more: Any) -> Mapped:
+    return map_files(PROBLEM, source, target, {**GIVEN, **more.pop("given", {})}, device="numpy", chunk=2, **more)
+
+
+def stored_as_zarr(array: np.ndarray, path: Path, chunk: int) -> Path:
+    zarr = pytest.importorskip("zarr")
+    kept = zarr.open_array(str(path), mode="w", shape=array.shape, chunks=(chunk, *array.shape[1:]), dtype="f4")
+    kept[:] = array
+    return path
+
+
+def content(path: Path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.asarray(np.load(path))
+    return np.asarray(pytest.importorskip("zarr").open_array(str(path), mode="r")[:])
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".zarr"])
+def test_a_file_is_mapped_to_a_file(source: Path, tmp_path: Path, suffix: str, expected: np.ndarray) -> None:
+    if suffix == ".zarr":
+        source = stored_as_zarr(X, tmp_path / "x.zarr", 4)
+    for _ in range(2):  # the second replaces the first
+        outcome = mapped(source, tmp_path / f"y{suffix}")
+        assert (outcome.items, outcome.kept, outcome.chunk) == (ITEMS, 0, 2)
+        np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.npy", source.name, f"y{suffix}"}
+
+
+def test_what_was_broken_off_is_resumed(source: Path, tmp_path: Path, expected: np.ndarray) -> None:
+    target = tmp_path / "y.npy"
+
+    def stop(done: float) -> None:
+        if done > 0.3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mapped(source, target, progress=stop)
+    assert not target.exists()
+    with pytest.raises(InputError, match="made with another tensors; give the same arguments"):
+        mapped(source, target, resume=True, given={"bias": drawn(4, 1, 1) + 1})
+    outcome = mapped(source, target, resume=True)
+    assert outcome.kept >= 4
+    assert outcome.items + outcome.kept == ITEMS
+    np.testing.assert_array_equal(content(target), expected)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_chunk_that_fails_is_tried_again_and_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, expected: np.ndarray
+) -> None:
+    compute, failed = CompiledOperator.__call__, []
+
+    def sometimes(self: CompiledOperator, **tensors: Any) -> Any:
+        if len(failed) < failures and np.array_equal(tensors["input"][0], X[4]):
+            failed.append(None)
+            raise KernelError("the driver lost it")
+        return compute(self, **tensors)
+
+    monkeypatch.setattr(CompiledOperator, "__call__", sometimes)
+    if failures == 2:
+        with pytest.raises(KernelError, match="items 4 to 5: the driver lost it"):
+            mapped(source, tmp_path / "y.npy")
+    else:
+        mapped(source, tmp_path / "y.npy")
+        np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
+
+
+def test_what_cannot_come_in_chunks_is_refused(source: Path, tmp_path: Path) -> None:
+    norms = dict.fromkeys(["bn_weight", "bn_bias", "gn_weight", "gn_bias"], drawn(3))
+    with pytest.raises(InputError, match="step batch_norm mixes batch items"):
+        map_files(
+            load_problem("conv-transpose2d-batchnorm-tanh-maxpool-groupnorm"), source, tmp_path / "y.npy",
+            {**norms, "kernel": drawn(3, 3, 2, 2), "num_groups": 3},
+        )  # fmt: skip
+    with pytest.raises(InputError, match="tensor kernel is missing"):
+        map_files(PROBLEM, source, tmp_path / "y.npy", {}, case="sample")
+    with pytest.raises(InputError, match="output a place of its own"):
+        mapped(source, source)
+    with pytest.raises(InputError, match="does not exist; make it first"):
+        mapped(source, tmp_path / "no" / "y.npy")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], source: Path, tmp_path: Path, expected: np.ndarray) -> None:
+    for name, tensor in GIVEN.items():
+        np.save(tmp_path / f"{name}.npy", tensor)
+    command = ["map", PROBLEM.name, "--input", str(source), "--device", "numpy"]
+    command += [f"--tensor={name}={tmp_path / name}.npy" for name in GIVEN]
+    target = ["--output", str(tmp_path / "y.npy")]
+    assert cli.main([*command, *target, "--chunk", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["items"], report["kept"], report["chunk"]) == (ITEMS, 0, 4)
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
+    assert cli.main([*command, *target]) == 0
+    assert "11 in chunks of 11" in capsys.readouterr().out
+    assert cli.main([*command, "--output", str(tmp_path / "y.txt")]) == 2
+    assert "ends in .npy or .zarr" in capsys.readouterr().err
+
+
+#: A process that may have 32 MB more than it has maps 80 MB.
+LIMITED = """
+import resource, sys, threading
+threading.stack_size(1 << 20)  # stacks count as memory, used or not
+import numpy as np
+from pathlib import Path
+from dispatcher.problem.loader import load_problem
+from dispatcher.scale.mapping import map_files
+import dispatcher.backends.numpy_ref
+{imports}
+used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData")))
+resource.setrlimit(resource.RLIMIT_DATA, (used + (32 << 20),) * 2)
+problem = load_problem({{"name": "twice", "title": "t", "origin": "o", "rank": 1, "parameters": {{
+    "input": ["n", "c", "length"], "output": "output", "n, c, length": "size_t"}},
+    "pipeline": [{{"op": "scale", "by": 2.0}}]}})
+folder = Path(sys.argv[1])
+map_files(problem, folder / "x{suffix}", folder / "y{suffix}", {{}}, device="numpy", chunk=4)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".zarr"])
+def test_more_than_the_memory_that_a_process_may_have(tmp_path: Path, suffix: str) -> None:
+    array = np.arange(80 << 18, dtype=np.float32).reshape(320, 256, 256)
+    if suffix == ".npy":
+        np.save(tmp_path / "x.npy", array)
+    else:
+        stored_as_zarr(array, tmp_path / "x.zarr", 4)
+    code = LIMITED.format(suffix=suffix, imports="import zarr" if suffix == ".zarr" else "")
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = np.load(tmp_path / "y.npy", mmap_mode="r") if suffix == ".npy" else content(tmp_path / "y.zarr")
+    assert np.array_equal(result, 2 * array)
+
+
+# ---- Dask ------------------------------------------------------------------------------------------------------------
+def test_a_dask_array_is_mapped_when_it_is_computed(expected: np.ndarray) -> None:
+    da = pytest.importorskip("dask.array")
+    from dispatcher import dask as scaled
+
+    lazy = scaled.map(PROBLEM, da.from_array(X, chunks=(4, 2, -1, -1)), device="numpy", **GIVEN)
+    assert lazy.chunks == ((4, 4, 3), (4,), (4,), (5,))
+    assert (lazy.dtype, type(lazy._meta)) == (np.float32, np.ndarray)
+    for scheduler in ("threads", "processes"):
+        np.testing.assert_array_equal(lazy.compute(scheduler=scheduler, num_workers=1), expected)
+    with pytest.raises(InputError, match="given twice"):
+        scaled.map(PROBLEM, X, input=X)
+
+
+def test_workers_of_which_one_is_killed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray
+) -> None:
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    killed: list[int] = []
+
+    def kill(done: float) -> None:
+        if not killed:
+            killed.append(next(iter(distributed.default_client().run(os.getpid).values())))
+            os.kill(killed[0], signal.SIGKILL)
+
+    mapped(source, tmp_path / "y.npy", workers=2, progress=kill)
+    assert killed
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
