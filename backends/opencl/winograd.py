@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise, product
 
 import numpy as np
@@ -49,6 +49,12 @@ SUM = 32
 SKEW = 80
 #: Cost of one vector operation of packing and transforms, in multiply-adds of the core (measured).
 TRANSFORM_COST = 1.5
+#: Cost of a row on its way into sub-lines besides that of its vectors.
+ROW_COST = 15.0
+#: How many times as much one output of a tile may read as another one; beyond, winograd_range.cl computes it directly.
+MOST_SPREAD = 4
+#: Cost of a vector of output channels of such a tile, for each tap and input channel.
+EDGE_COST = 1.0
 #: How many sub-lines a row of results is interleaved from by whole vectors.
 INTERLEAVED = (1, 2, 4)
 #: Cost of storing a vector of results element by element, in multiply-adds.
@@ -255,7 +261,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
         parts_d, parts_h = len(along_d.inputs), len(along_h.inputs)
         products += parts_d * parts_h * parts_w * line * group_ic
         # Loads and sums of planes, then dealt out: loaded twice and stored twice.
-        packing = layout.rows * row_vectors * (2 * _terms(along_d.inputs) + 4 * parts_d)
+        packing = layout.rows * (row_vectors * (2 * _terms(along_d.inputs) + 4 * parts_d) + ROW_COST * parts_d)
         # Loads, sums along height and width, and stores of a vector of each component.
         inputs = (parts_h + _terms(along_h.inputs)) * reach + (inputs_w + 2 * parts_w) * parts_h
         outputs = parts_h * (parts_w + outputs_w) + _terms(along_h.outputs) * stride
@@ -268,8 +274,38 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
         stored = layout.positions[2] * g.width.stride * tile.rows * tile.planes * layout.line_rows / tile.vec
         store = SCATTERED_STORE * g.out_channels * stored * g.depth.stride * g.height.stride
         store *= 1 if layout.fold is None else 1 / math.prod(layout.fold.window)
+    edge_taps = _edge_taps(g, layout.positions, tile.outputs)
+    tiles = layout.line_rows * layout.line_positions * math.prod(tile.outputs)
+    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / tile.thread_c
     filled = round_up(layout.positions[1], tile.rows) / (layout.boxes[1] * tile.box_h)
-    return filled * tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store)
+    return filled * tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store + edges)
+
+
+@cache
+def _edge_taps(geometry: ConvGeometry, positions: tuple[int, int, int], outputs: tuple[int, int, int]) -> float:
+    """Taps of all phases, each times the share of its tiles that are computed directly for lying at an edge."""
+    total = 0.0
+    for phases in product(*(axis.phases for axis in geometry.axes)):
+        axes = zip(geometry.axes, phases, outputs, positions, strict=True)
+        for found in product(*(_spreads(axis, phase, m, n).items() for axis, phase, m, n in axes)):
+            if math.prod(ratio for ratio, _ in found) > MOST_SPREAD:
+                total += math.prod(share for _, share in found) * math.prod(len(phase.taps) for phase in phases)
+    return total
+
+
+def _spreads(axis: AxisGeometry, phase: AxisPhase, outputs: int, positions: int) -> dict[int, float]:
+    """How unevenly the outputs of a tile read along an axis, as in winograd_range.cl, and the share of such tiles."""
+    taps, tiles = len(phase.taps), -(-positions // outputs)
+    if taps < 2 or outputs == 1:
+        return {1: 1.0}
+    found: dict[int, float] = {}
+    for tile in range(tiles):
+        first = tile * outputs + phase.taps[0].offset
+        count = min(outputs, positions - tile * outputs)
+        inside = [min(first + j + taps, axis.input) - max(first + j, 0) for j in range(count)]
+        ratio = max(1, *inside) // min(taps, *inside) if min(inside) > 0 else taps
+        found[ratio] = found.get(ratio, 0.0) + 1 / tiles
+    return found
 
 
 def _terms(rows: Sequence[Row]) -> int:
