@@ -2,6 +2,9 @@
 # make test    install what the tests need (PyCUDA is built against a stand-in for the driver) and run them
 # make quick   install the same, and run in less than a minute those of them that need few kernels
 # make check   lint, formatting, types, tests, and on CUDA those that the other backends pass in make test
+# make test-torch  install PyTorch as well, and run the tests of dispatcher.torch, which are skipped without it
+# make check-large  every problem at a published size on OpenCL, all elements against the reference; goes on where it
+#              was broken off; LARGE="--seconds 600" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
 # make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc if there is one
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
@@ -15,8 +18,10 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 BENCH_STAMP := $(VENV)/.installed-bench
+TORCH_STAMP := $(VENV)/.installed-torch
 BENCH ?=
 FUZZ ?=
+LARGE ?=
 # Tests run in as many processes as there are cores.
 PYTEST ?= -n auto
 # What must run, not be skipped: OpenCL and CUDA, which this file installs, and what REQUIRE names besides. Without a
@@ -31,7 +36,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test quick check fuzz exports bench clean
+.PHONY: run test test-torch quick check check-large fuzz exports bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -41,6 +46,9 @@ test: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_cudasim.py tests/test_cuda_*.py
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_family.py -k 'test_sample and cuda'
 	$(ON_CUDA) $(THREE) $(BIN)/python -m pytest $(PYTEST) tests/test_parity.py tests/test_properties.py tests/test_docs.py -k cuda
+
+test-torch: $(TORCH_STAMP)
+	DISPATCHER_TEST_REQUIRE=opencl,torch $(BIN)/python -m pytest $(PYTEST) tests/test_torch_*.py
 
 quick: $(DEV_STAMP)
 	DISPATCHER_TEST_EXAMPLES=0.1 $(BIN)/python -m pytest $(PYTEST) $(QUICK:%=tests/test_%.py)
@@ -53,6 +61,9 @@ check: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(MAKE) test
 	$(ON_CUDA) $(BIN)/python -m pytest $(PYTEST) tests/test_exactness.py tests/test_reported_cases.py -k cuda:0
+
+check-large: $(DEV_STAMP)
+	$(BIN)/python -m tests.large $(LARGE)
 
 fuzz: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
@@ -78,6 +89,10 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	$(BIN)/python -m tests.cudasim.pycuda_wheel --install
 	touch $@ $(RUN_STAMP)
+
+$(TORCH_STAMP): $(DEV_STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,torch]'
+	touch $@
 
 $(BENCH_STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,bench]'

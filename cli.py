@@ -7,11 +7,10 @@ device, or it cannot run this; 4 a kernel failed to build or run; 130 interrupte
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +24,30 @@ except ImportError:  # only where an import hook finds this module all the same,
     print(f"error: {place} is in the way of the package dispatcher; rename it or take it off the path", file=sys.stderr)
     sys.exit(2)
 from dispatcher.errors import DeviceError, InputError
-from dispatcher.report import documents, streams, words
+from dispatcher.report import documents, streams, variants, words
+from dispatcher.report.options import (
+    AlgorithmOption,
+    BenchDeviceOption,
+    CaseOption,
+    DebugOption,
+    DeviceOption,
+    DeviceOrAllOption,
+    DtypeOption,
+    GlobalSizeOption,
+    JsonOption,
+    KernelOption,
+    PrecisionOption,
+    ProblemArgument,
+    ProblemsArgument,
+    RetestOption,
+    SeedOption,
+    SelfTestOption,
+    SetOption,
+    TuningOption,
+    VerboseOption,
+    flag,
+    option,
+)
 from dispatcher.report.streams import answer, complain, note, note_skipped, progress, say
 
 MAX_SEED = 2**64 - 1
@@ -38,107 +60,11 @@ app = typer.Typer(
 )
 
 
-def _log_at(level: int) -> Callable[[bool], bool]:
-    def enable(value: bool) -> bool:
-        if value:
-            streams.log_to_stderr(level)
-        return value
-
-    return enable
-
-
-def _switch_self_tests(value: bool | None) -> bool | None:
-    if value is not None:
-        from dispatcher.device.selftest import VARIABLE
-
-        streams.change_environment(VARIABLE, "on" if value else "off")
-    return value
-
-
 def _print_version(value: bool) -> bool:
     if value:
         say(f"kernel-dispatcher {__version__}")
         raise typer.Exit
     return value
-
-
-def _option(metavar: str, text: str, *names: str) -> Any:
-    """An option that takes a text; named after its parameter where ``names`` do not say otherwise."""
-    return typer.Option(*names, metavar=metavar, help=text)
-
-
-def _flag(text: str, *names: str, callback: Callable[[Any], Any] | None = None) -> Any:
-    """An option that takes none; one with a callback takes effect before the others are looked at."""
-    return typer.Option(*names, callback=callback, is_eager=callback is not None, help=text)
-
-
-ProblemArgument = Annotated[str, typer.Argument(metavar="PROBLEM", help="Name of a problem, or path of its file.")]
-ProblemsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[PROBLEM]...", help="Names or paths; all bundled ones if left out.")
-]
-_ELSE = "If left out: the environment variable"
-DeviceOption = Annotated[
-    str | None,
-    _option(
-        "D",
-        "auto, a backend, backend:index, backend:part-of-name, all-of:backend to share the batch among its "
-        f"devices, or several with commas in order of preference. {_ELSE} DISPATCHER_DEVICE, then auto.",
-    ),
-]
-DeviceOrAllOption = Annotated[str | None, _option("D|all", "A device, or all usable ones.")]
-BenchDeviceOption = Annotated[
-    str | None, _option("D|all", f"A device, or all usable ones. {_ELSE} DISPATCHER_DEVICE, then auto.")
-]
-CaseOption = Annotated[
-    str | None, _option("C", "Named case that gives the sizes; sample if left out, where the problem has it.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    _option("NAME=VALUE", "A size, a scalar, or a shorthand: stride=2, stride=2,2,1. Repeatable.", "--set"),
-]
-DtypeOption = Annotated[
-    str | None, _option("DTYPE", "float16, float32 or float64, for every tensor; float32 if left out.")
-]
-PrecisionOption = Annotated[str, _option("P", "fp32, or tf32 to allow 10-bit mantissas in matrix products.")]
-SeedOption = Annotated[str, _option("N", "Seed of the random tensors, from 0 to 2**64 - 1.")]
-AlgorithmOption = Annotated[
-    str | None,
-    _option(
-        "A", "Algorithm of the convolution, as the backend names it: OpenCL has auto, direct, winograd, tiled, gather."
-    ),
-]
-TuningOption = Annotated[
-    list[str] | None, _option("NAME=VALUE", "A tuning option of the backend, such as box=2x8. Repeatable.", "--option")
-]
-JsonOption = Annotated[bool, _flag("Print JSON.", "--json")]
-DebugOption = Annotated[bool, _flag("Log everything; show tracebacks.", "--debug", callback=_log_at(logging.DEBUG))]
-VerboseOption = Annotated[bool, _flag("Log what happens.", "--verbose", "-v", callback=_log_at(logging.INFO))]
-SelfTestOption = Annotated[
-    bool | None,
-    _flag(
-        f"Try each device out in another process before its first use, or do not. {_ELSE} "
-        "DISPATCHER_SELF_TEST, then yes.",
-        "--self-test/--no-self-test",
-        callback=_switch_self_tests,
-    ),
-]
-KernelOption = Annotated[
-    str | None,
-    _option(
-        "FILE",
-        "Judge this kernel of your own instead: a .cl or .cu file. The options from here to --repeat belong to "
-        "it; see docs/your-kernel.md.",
-    ),
-]
-GlobalSizeOption = Annotated[
-    str | None,
-    _option(
-        "X[,Y[,Z]]",
-        "Work items or threads to launch it over: expressions such as output_elements. Without it, a .cu file's "
-        "function is called on the host.",
-    ),
-]
-RetestOption = Annotated[bool, _flag("Try the devices out again, whatever is known from earlier.", "--retest")]
 
 
 # ---- commands ----------------------------------------------------------------------------------------------
@@ -208,9 +134,9 @@ def doctor_command(
 @app.command("problems")
 def problems_command(
     word: Annotated[str, typer.Argument(help="A part of what to look for: in names, titles, origins, notes.")] = "",
-    rank: Annotated[str | None, _option("1|2|3", "Those with so many spatial axes.")] = None,
-    op: Annotated[str | None, _option("STEP", "Those with that step, such as conv or max_pool2d.")] = None,
-    level: Annotated[str | None, _option("N", "Those of that level of KernelBench.")] = None,
+    rank: Annotated[str | None, option("1|2|3", "Those with so many spatial axes.")] = None,
+    op: Annotated[str | None, option("STEP", "Those with that step, such as conv or max_pool2d.")] = None,
+    level: Annotated[str | None, option("N", "Those of that level of KernelBench.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -231,7 +157,7 @@ def problems_command(
 def show_command(
     problem: ProblemArgument,
     signature: Annotated[
-        str | None, _option("c|cu|cl", "The head of a function that computes it, in C, CUDA or OpenCL C.")
+        str | None, option("c|cu|cl", "The head of a function that computes it, in C, CUDA or OpenCL C.")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -257,15 +183,15 @@ def import_command(
         str, typer.Argument(metavar="FILE.py", help="With class Model, get_inputs() and perhaps get_init_inputs().")
     ],
     output: Annotated[
-        str | None, _option("FILE.yaml", "Where to write the problem; it is printed if left out.", "--output", "-o")
+        str | None, option("FILE.yaml", "Where to write the problem; it is printed if left out.", "--output", "-o")
     ] = None,
-    weights: Annotated[str | None, _option("FILE.npz", "Where to write the module's weights.")] = None,
-    name: Annotated[str | None, _option("NAME", "Of the problem; that of the file if left out.")] = None,
+    weights: Annotated[str | None, option("FILE.npz", "Where to write the module's weights.")] = None,
+    name: Annotated[str | None, option("NAME", "Of the problem; that of the file if left out.")] = None,
     evaluate: Annotated[
-        bool, _flag("Import what the module does in evaluation mode; else in the mode it is made in.", "--eval")
+        bool, flag("Import what the module does in evaluation mode; else in the mode it is made in.", "--eval")
     ] = False,
-    timeout: Annotated[str, _option("SECONDS", "For running the file and capturing the module.")] = "300",
-    trust: Annotated[bool, _flag("Run the file, in a process of its own.", "--trust")] = False,
+    timeout: Annotated[str, option("SECONDS", "For running the file and capturing the module.")] = "300",
+    trust: Annotated[bool, flag("Run the file, in a process of its own.", "--trust")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -306,21 +232,21 @@ def run_command(
     problem: ProblemArgument,
     device: DeviceOption = None,
     case: Annotated[
-        str | None, _option("C", "Named case for what is not set; sample if no tensor is given either.")
+        str | None, option("C", "Named case for what is not set; sample if no tensor is given either.")
     ] = None,
     settings: SetOption = None,
-    tensor: Annotated[list[str] | None, _option("NAME=FILE.npy", "A tensor; random if left out. Repeatable.")] = None,
-    output: Annotated[str | None, _option("FILE.npy", "Where to write the result.")] = None,
+    tensor: Annotated[list[str] | None, option("NAME=FILE.npy", "A tensor; random if left out. Repeatable.")] = None,
+    output: Annotated[str | None, option("FILE.npy", "Where to write the result.")] = None,
     trace: Annotated[
-        str | None, _option("FILE.json", "Where to write what the calls did, for Chrome's tracing.")
+        str | None, option("FILE.json", "Where to write what the calls did, for Chrome's tracing.")
     ] = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     seed: SeedOption = "0",
     repeat: Annotated[
-        str | None, _option("N", "Timed calls after the first one; 1 if left out, 0 beside --no-verify.")
+        str | None, option("N", "Timed calls after the first one; 1 if left out, 0 beside --no-verify.")
     ] = None,
-    verify: Annotated[bool, _flag("Compare the result with the reference.")] = True,
+    verify: Annotated[bool, flag("Compare the result with the reference.")] = True,
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
     self_test: SelfTestOption = None,
@@ -376,16 +302,16 @@ def run_command(
 @app.command("export")
 def export_command(
     problem: ProblemArgument,
-    to: Annotated[str, _option("FORMAT", "tensara, kernelbench, cuda or opencl: who takes the program.", "--to")],
-    output: Annotated[str, _option("FILE", "Where to write it.", "--output", "-o")],
+    to: Annotated[str, option("FORMAT", "tensara, kernelbench, cuda or opencl: who takes the program.", "--to")],
+    output: Annotated[str, option("FILE", "Where to write it.", "--output", "-o")],
     case: Annotated[
         list[str] | None,
-        _option("C", "A case that gets the kernels we would run; kernelbench, else sample, if left out. Repeatable."),
+        option("C", "A case that gets the kernels we would run; kernelbench, else sample, if left out. Repeatable."),
     ] = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
     device_class: Annotated[
-        str, _option("CLASS", "What kernels are chosen for, such as h100 or a100; on OpenCL, cpu or gpu.")
+        str, option("CLASS", "What kernels are chosen for, such as h100 or a100; on OpenCL, cpu or gpu.")
     ] = "",
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -413,18 +339,18 @@ def export_command(
 @app.command("map")
 def map_command(
     problem: ProblemArgument,
-    input_path: Annotated[str, _option("X.npy|X.zarr", "The tensor that the pipeline begins with.", "--input")],
-    output: Annotated[str, _option("Y.npy|Y.zarr", "Where to put the result.", "--output")],
-    tensor: Annotated[list[str] | None, _option("NAME=FILE.npy", "Another tensor. Repeatable.")] = None,
+    input_path: Annotated[str, option("X.npy|X.zarr", "The tensor that the pipeline begins with.", "--input")],
+    output: Annotated[str, option("Y.npy|Y.zarr", "Where to put the result.", "--output")],
+    tensor: Annotated[list[str] | None, option("NAME=FILE.npy", "Another tensor. Repeatable.")] = None,
     device: DeviceOption = None,
-    case: Annotated[str | None, _option("C", "Named case for what nothing else says.")] = None,
+    case: Annotated[str | None, option("C", "Named case for what nothing else says.")] = None,
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
-    chunk: Annotated[str | None, _option("N", "Batch items at a time; about 32 MB of them if left out.")] = None,
-    workers: Annotated[str | None, _option("N", "Processes of this machine; this one if left out.")] = None,
-    scheduler: Annotated[str | None, _option("ADDRESS", "A Dask scheduler, whose workers see the files.")] = None,
-    resume: Annotated[bool, _flag("Do what is missing of a call that was broken off.", "--resume")] = False,
+    chunk: Annotated[str | None, option("N", "Batch items at a time; about 32 MB of them if left out.")] = None,
+    workers: Annotated[str | None, option("N", "Processes of this machine; this one if left out.")] = None,
+    scheduler: Annotated[str | None, option("ADDRESS", "A Dask scheduler, whose workers see the files.")] = None,
+    resume: Annotated[bool, flag("Do what is missing of a call that was broken off.", "--resume")] = False,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -515,7 +441,7 @@ def verify_command(
     precision: PrecisionOption = "fp32",
     inputs: Annotated[
         str | None,
-        _option(
+        option(
             "SET[,SET]...|all",
             "Sets of inputs: all that are meaningful for the problem, or some of signed, graded, large_mean, "
             "large, small, negative, positive, constant, integers, spikes, gaps, denormal, one_nan, one_inf. If left "
@@ -523,16 +449,16 @@ def verify_command(
         ),
     ] = None,
     seed: SeedOption = "0",
-    seeds: Annotated[str, _option("N", "Seeds for each set, from --seed on.")] = "1",
+    seeds: Annotated[str, option("N", "Seeds for each set, from --seed on.")] = "1",
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
     kernel: KernelOption = None,
-    entry: Annotated[str | None, _option("NAME", "Its function; solution if left out.")] = None,
+    entry: Annotated[str | None, option("NAME", "Its function; solution if left out.")] = None,
     global_size: GlobalSizeOption = None,
-    local_size: Annotated[str | None, _option("X[,Y[,Z]]", "Those of a group or block.")] = None,
-    build_option: Annotated[list[str] | None, _option("O", "For its compiler. Repeatable.")] = None,
-    timeout: Annotated[str | None, _option("SECONDS", "For building and running it; 60 if left out.")] = None,
-    repeat: Annotated[str | None, _option("N", "Timed launches of it; 10 if left out.")] = None,
+    local_size: Annotated[str | None, option("X[,Y[,Z]]", "Those of a group or block.")] = None,
+    build_option: Annotated[list[str] | None, option("O", "For its compiler. Repeatable.")] = None,
+    timeout: Annotated[str | None, option("SECONDS", "For building and running it; 60 if left out.")] = None,
+    repeat: Annotated[str | None, option("N", "Timed launches of it; 10 if left out.")] = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -559,7 +485,7 @@ def verify_command(
             raise InputError(f"--kernel is for one problem, and {len(problem or ())} are given; name one")
         commandline.check_choices(dtype, precision)
         numeric = {"dtype": dtype, "precision": precision, "seed": seed_number}
-        _judge(problem[0], kernel, case, settings, of_kernel, as_json, device=device, inputs=inputs, **numeric)
+        variants.judge(problem[0], kernel, case, settings, of_kernel, as_json, device=device, inputs=inputs, **numeric)
         return
     if of_kernel:
         name = next(iter(of_kernel)).replace("_", "-").removesuffix("s")
@@ -586,44 +512,6 @@ def verify_command(
     raise typer.Exit(code)
 
 
-def _judge(
-    problem: str,
-    kernel: str,
-    case: str | None,
-    settings: Sequence[str] | None,
-    given: dict[str, Any],
-    as_json: bool,
-    **more: Any,
-) -> None:
-    """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
-    from dispatcher.check.judging import verify_kernel
-    from dispatcher.device.childprocess import LONGEST_S
-    from dispatcher.problem import commandline
-    from dispatcher.problem.arguments import parse_assignments
-    from dispatcher.problem.loader import load_problem
-
-    loaded = load_problem(problem)
-    more.update(parse_assignments(loaded, settings or [], "--set"))
-    if "timeout" in given:
-        more["timeout_s"] = commandline.seconds_above_zero("--timeout", given.pop("timeout"), LONGEST_S)
-    if "repeat" in given:
-        more["repeats"] = commandline.whole_number("--repeat", given.pop("repeat"), 1)
-    chosen = case or commandline.default_case(loaded)
-    with progress(f"judging {kernel}") as advance:
-        judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **given, **more)
-    codes = [judgement.exit_code for judgement in judgements if judgement.exit_code]
-    if as_json:
-        for judgement in judgements:
-            note_skipped(judgement.skipped)
-        answer("verify", {"passed": not codes, "results": [each.as_dict() for each in judgements]})
-    for number, judgement in enumerate(judgements):
-        if not as_json:
-            words.say_judgement(judgement, apart=number > 0)
-        if not judgement.passed:
-            complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
-    raise typer.Exit(min(codes, default=0))
-
-
 @app.command("tune")
 def tune_command(
     context: typer.Context,
@@ -633,11 +521,9 @@ def tune_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
-    keep: Annotated[bool, _flag("Use the winners on this device from now on.")] = True,
-    listed: Annotated[
-        bool, _flag("Measure nothing; list what is kept, of these problems or of all.", "--list")
-    ] = False,
-    forget: Annotated[bool, _flag("Measure nothing; remove what is kept, likewise.", "--forget")] = False,
+    keep: Annotated[bool, flag("Use the winners on this device from now on.")] = True,
+    listed: Annotated[bool, flag("Measure nothing; list what is kept, of these problems or of all.", "--list")] = False,
+    forget: Annotated[bool, flag("Measure nothing; remove what is kept, likewise.", "--forget")] = False,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -655,7 +541,7 @@ def tune_command(
 
     if listed or forget:
         others = _given(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
-        _say_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
+        variants.list_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
         return
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
@@ -678,23 +564,6 @@ def tune_command(
         raise typer.Exit(DeviceError.exit_code)
 
 
-def _say_kept(names: Sequence[str], forget: bool, others: Sequence[str], as_json: bool) -> None:
-    """List what ``tune`` has kept, or remove it; ``others`` are the options that make no sense beside that."""
-    from dispatcher.problem.loader import load_problem
-    from dispatcher.timing import winners
-
-    if others:
-        raise InputError(f"--{'forget' if forget else 'list'} measures nothing; leave {others[0]} out")
-    known = {tuned.about.get("problem") for tuned in winners.everything().values()}
-    # What was kept of a problem file that is gone can be named still.
-    problems = [name if name in known else load_problem(name).name for name in names]
-    found = winners.forget(problems) if forget else list(winners.everything(problems).values())
-    if as_json:
-        answer("tune", {"forgotten" if forget else "kept": [tuned.as_dict() for tuned in found]})
-    else:
-        words.say_kept(found, forget)
-
-
 @app.command("bench")
 def bench_command(
     context: typer.Context,
@@ -707,21 +576,21 @@ def bench_command(
     seed: SeedOption = "0",
     against: Annotated[
         str | None,
-        _option(
+        option(
             "PEER,...",
             "Other libraries that take turns with the devices: torch, torch-channels-last, torch-compile, "
             "torch-compile-channels-last, onnxruntime, openvino.",
         ),
     ] = None,
-    repeat: Annotated[str | None, _option("N", "Rounds; if left out, until the medians are known well.")] = None,
-    time_limit: Annotated[str | None, _option("S", "Seconds for each problem after which no round begins.")] = None,
-    warmup: Annotated[str, _option("N", "Calls before them.")] = "2",
-    verify: Annotated[bool, _flag("Check every result.")] = True,
-    force: Annotated[bool, _flag("Measure although others use the machine.", "--force")] = False,
-    plot: Annotated[str | None, _option("FILE.png", "Where to write a chart; needs the extra plot.")] = None,
+    repeat: Annotated[str | None, option("N", "Rounds; if left out, until the medians are known well.")] = None,
+    time_limit: Annotated[str | None, option("S", "Seconds for each problem after which no round begins.")] = None,
+    warmup: Annotated[str, option("N", "Calls before them.")] = "2",
+    verify: Annotated[bool, flag("Check every result.")] = True,
+    force: Annotated[bool, flag("Measure although others use the machine.", "--force")] = False,
+    plot: Annotated[str | None, option("FILE.png", "Where to write a chart; needs the extra plot.")] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        _option(
+        option(
             "A.json B.json",
             "Measure nothing; say what differs between two results of bench --json by more than the noise.",
         ),
@@ -746,7 +615,7 @@ def bench_command(
 
     if compare is not None:
         others = _given(context, beside={"compare", "as_json", "verbose", "debug"})
-        _compare_benchmarks(*compare, others, as_json)
+        variants.compare_benchmarks(*compare, others, as_json)
         return
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     repeats = None if repeat is None else commandline.whole_number("--repeat", repeat, 1)
@@ -787,21 +656,6 @@ def bench_command(
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]
     if codes:
         raise typer.Exit(min(codes))
-
-
-def _compare_benchmarks(old: str, new: str, others: Sequence[str], as_json: bool) -> None:
-    """Compare two results of ``bench --json``; ``others`` are the options that make no sense beside that."""
-    from dispatcher.timing.differences import compare_results
-
-    if others:
-        raise InputError(f"--compare measures nothing, so {others[0]} says nothing; give one of them")
-    found = compare_results(old, new)
-    if as_json:
-        answer("bench", {"comparison": found.as_dict()})
-    else:
-        words.say_differences(found)
-    if not found.differences:
-        raise InputError(f"--compare: {old!r} and {new!r} have nothing in common that can be compared")
 
 
 def _given(context: typer.Context, beside: Container[str]) -> list[str]:

@@ -61,12 +61,14 @@ def ways() -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield f"{device.backend} {algorithm}".strip(), device.id, options
 
 
-def error(results: Sequence[np.ndarray], truths: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Root of the mean square and maximum of the errors, where the truth is finite in that dtype."""
+def error(results: Sequence[np.ndarray], truths: Sequence[np.ndarray]) -> tuple[float | None, float | None]:
+    """Root of the mean square and maximum of the errors, where the truth is finite in that dtype; None, which JSON has,
+    where the result is not finite there."""
     with np.errstate(all="ignore"):
         apart = [np.abs(r - t)[np.isfinite(t.astype(r.dtype))] for r, t in zip(results, truths, strict=True)]
     every = np.concatenate([[0.0], *(each.ravel() for each in apart)])  # perhaps everything is infinite
-    return float(np.sqrt(np.square(every).mean())), float(every.max())
+    rms, most = float(np.sqrt(np.square(every).mean())), float(every.max())
+    return (rms, most) if np.isfinite(rms) else (None, None)
 
 
 def measure(operator: Operator, seeds: int) -> list[dict[str, Any]]:
@@ -91,8 +93,10 @@ def measure(operator: Operator, seeds: int) -> list[dict[str, Any]]:
     return entries
 
 
-def ratio(ours: float, theirs: float) -> float:
-    """Infinite where ours is an error and theirs is none; 0 where neither is."""
+def ratio(ours: float | None, theirs: float | None) -> float:
+    """Infinite where ours is an error and theirs is none, 0 where neither is, or where theirs has no bound."""
+    if ours is None or theirs is None:
+        return np.inf if theirs is not None else 0.0
     return ours / theirs if theirs > 0.0 else (np.inf if ours > 0.0 else 0.0)
 
 
@@ -103,15 +107,16 @@ def ratios(entry: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Ratios of rms and maximum for each way, bold beyond the goal; of dtypes but float32 the worst of all sets."""
+    """Ratios of rms and maximum for each way, bold beyond the goal; the worst of all sets but for the five, float32."""
     names = [name for name in dict.fromkeys(n for entry in entries for n in entry["errors"]) if name != "torch"]
     lines: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for entry in entries:
-        kind = f"`{entry['inputs']}`" if entry["dtype"] == "float32" else "all"
+        alone = entry["dtype"] == "float32" and entry["problem"] in common.FIVE
+        kind = f"`{entry['inputs']}`" if alone else "all"
         lines.setdefault((f"`{entry['problem']}`", entry["dtype"], kind), []).append(entry)
     rows = []
     for head, group in lines.items():
-        cells = [*head, f"{max(entry['errors']['torch'][0] for entry in group):.1e}"]
+        cells = [*head, f"{max(entry['errors']['torch'][0] or 0.0 for entry in group):.1e}"]
         for name in names:
             found = [ratios(entry, name) for entry in group if name in entry["errors"]]
             worst = [max(each) for each in zip(*found, strict=True)]

@@ -13,7 +13,8 @@ import numpy as np
 
 from dispatcher.errors import InputError
 from dispatcher.problem.loader import ProblemLike, load_problem
-from dispatcher.scale.work import Work, input_name, plan_batch, stand_in
+from dispatcher.problem.operator import storage_dtype
+from dispatcher.scale.work import Work, plan_batch, stand_in
 
 
 def map(
@@ -45,7 +46,7 @@ def map(
         InputError: an argument is wrong or missing, or a step mixes batch items.
     """
     loaded = load_problem(problem)
-    source = input_name(loaded)
+    source = loaded.source
     if source in arguments:
         raise InputError(f"tensor {source} is given twice: as x and by name; give it once")
     arrays: dict[str, Any] = {source: da.asarray(x)}
@@ -71,7 +72,7 @@ def map(
     }
     work = dask.delayed(plan.work(device), pure=False, traverse=False)
     compute = dask.delayed(_computed, pure=False, traverse=False)
-    shape, kind = operator.output_shape, np.dtype(operator.dtype)
+    shape, kind = operator.output_shape, storage_dtype(operator.dtype)
     results = [
         da.from_delayed(
             compute(work, list(pieces), *(each[number] for each in pieces.values())),

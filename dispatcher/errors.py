@@ -38,7 +38,8 @@ class GeometryError(InputError):
 
 
 class UnsupportedError(InputError, NotImplementedError):
-    """A module of PyTorch does what the vocabulary has no step for.
+    """What one library can do has no counterpart in the other: a module of PyTorch does what the vocabulary has no step
+    for, say.
 
     Attributes:
         nodes: the nodes of its graph that have no counterpart, each with ``operator``, ``module``, ``place`` and

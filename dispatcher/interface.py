@@ -22,6 +22,11 @@ from dispatcher.problem.userkernel import UserKernel
 Tensors = Mapping[str, Any]
 
 
+def bits_of(array: np.ndarray) -> np.ndarray:
+    """``array``, or where it holds bfloat16, the same memory as 16-bit integers: drivers' bindings know no bfloat16."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
 @dataclass(frozen=True)
 class Device:
     """One device of one backend, usable or not.

@@ -32,6 +32,10 @@ if cudasim.requested():  # before anything imports PyCUDA
 
 REQUIRED = {name for name in os.environ.get("DISPATCHER_TEST_REQUIRE", "").lower().split(",") if name}
 
+if "torch" in REQUIRED:  # else its tests skip without it
+    import ml_dtypes  # noqa: F401
+    import torch  # noqa: F401
+
 _serial = itertools.count()
 
 Install = Callable[..., None]
@@ -104,3 +108,14 @@ def install_distributions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
     return np.random.default_rng(20)
+
+
+@pytest.fixture
+def opencl() -> Device:
+    """The first usable OpenCL device; the test is skipped, or fails where OpenCL is required, without one."""
+    found = backend_devices("opencl")
+    usable = next((device for device in found if device.available), None)
+    if usable is None:
+        message = f"opencl: {found[0].reason if found else 'no device'}"
+        (pytest.fail if "opencl" in REQUIRED else pytest.skip)(message)
+    return usable

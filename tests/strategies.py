@@ -32,6 +32,8 @@ from dispatcher.registry import BACKENDS
 
 MOST_PRODUCTS = 400_000
 MOST_ELEMENTS = 60_000
+#: A factor on the number of random examples and seeds.
+EXAMPLES = float(os.environ.get("DISPATCHER_TEST_EXAMPLES", "1"))
 CHANNELS = (1, 2, 3, 4, 5, 7, 8, 16, 33, 257)
 AXES = ("batch", "channel", "depth", "height", "width")
 
@@ -160,13 +162,9 @@ every_brisk_place = pytest.mark.parametrize("place", BRISK, ids=str)
 
 
 def thorough(examples: int) -> settings:
-    """Settings for so many examples, the same ones in every run, however long each takes.
-
-    The environment variable ``DISPATCHER_TEST_EXAMPLES`` is a factor on their number.
-    """
-    factor = float(os.environ.get("DISPATCHER_TEST_EXAMPLES", "1"))
+    """Settings for so many examples, times :data:`EXAMPLES`, the same ones in every run, however long each takes."""
     return settings(
-        max_examples=max(1, round(factor * examples)),
+        max_examples=max(1, round(EXAMPLES * examples)),
         derandomize=True,
         deadline=None,
         database=None,

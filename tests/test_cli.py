@@ -310,7 +310,7 @@ def test_an_operator_is_bound_once(run: Any, monkeypatch: pytest.MonkeyPatch, co
         (["--seed", str(2**64)], 2, "--seed is '18446744073709551616'"),
         (["--seed", "1.5"], 2, "--seed is '1.5'"),
         (["--seed", "abc"], 2, "--seed is 'abc'"),
-        (["--dtype", "bfloat16"], 2, "--dtype is 'bfloat16'"),
+        (["--dtype", "float8"], 2, "--dtype is 'float8'"),
         (["--precision", "fp8"], 2, "--precision is 'fp8'"),
         (["--precision", "tf32", "--dtype", "float64"], 2, "tf32"),
         (["--case", "nope"], 2, "no case 'nope'"),

@@ -385,6 +385,12 @@ def test_the_form_follows_the_sizes(write: Write) -> None:
         judge(write(KERNEL), global_size=None, local_size=None)
     with pytest.raises(InputError, match="has no __global__ kernel 'solution'; leave global_size and local_size out"):
         judge_product(write(ON_HOST), global_size=64, local_size=64)
+    for place in ("{} __global__ void conv(", "__global__ void {} conv("):
+        clustered = write(KERNEL, ("__global__ void conv(", place.format("__cluster_dims__(2, 1, 1)")))
+        with pytest.raises(
+            InputError, match=r"conv in .* has __cluster_dims__; kernels are launched here without clust"
+        ):
+            judge(clustered)
     with pytest.raises(InputError, match=r"global_size is given without local_size, which \.cu files need"):
         judge(write(KERNEL), local_size=None)
     with pytest.raises(InputError, match="local_size is given without global_size; give both"):

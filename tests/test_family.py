@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import TELLING_SETS, meaningful_sets, random_tensors
 from dispatcher.problem.loader import load_problem, problem_names
+from tests import large
 from tests.family import CASES, drawn_tensors, kept, operator_for
 from tests.strategies import DEVICES, Place, call_on
 
@@ -69,3 +72,31 @@ def test_nothing_but_the_result_passes(name: str) -> None:
 def test_the_c_parameters_have_the_order_of_the_file() -> None:
     names = [parameter.name for parameter in load_problem("conv-transpose2d-maxpool-hardtanh-mean-tanh").parameters]
     assert names[-4:] == ["maxpool_kernel", "maxpool_stride", "hardtanh_min", "hardtanh_max"]
+
+
+# ---- published sizes ---------------------------------------------------------------------------------------
+def test_large_cases_are_checked_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["conv-1d", "conv2d-mish-mish"]
+    monkeypatch.setattr(large, "published", lambda name: (operator_for(name, "sample"), "sample"))
+    monkeypatch.setattr(large, "lacking_memory", lambda operator: "too large" if operator.problem.rank == 1 else None)
+    options = ["--lines", str(tmp_path / "lines"), "--device", "numpy", "--only", *names]
+    assert large.main(options) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] == 1
+    assert large.main(options) == 0
+    assert "1 of 1, conv-1d" in capsys.readouterr().err
+    monkeypatch.setattr(large, "lacking_memory", lambda operator: None)
+    monkeypatch.setattr(large, "verify_operators", wrongly(large.verify_operators))
+    assert large.main([*options, "--again"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 2
+
+
+def wrongly(verify: Callable[..., Any]) -> Callable[..., Any]:
+    """A verification in which every check failed."""
+
+    def call(*arguments: Any) -> Any:
+        (found,) = verify(*arguments)
+        return [replace(found, checks=tuple(replace(check, outcome="failed") for check in found.checks))]
+
+    return call

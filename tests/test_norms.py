@@ -15,6 +15,8 @@ from tests.strategies import PLACES, Place, operator_of
 HERE = [each for each in PLACES if each.precision == "fp32" and (each.backend != "cuda" or each.device == "cuda:0")]
 everywhere = pytest.mark.parametrize("place", HERE, ids=str)
 EPS = 1e-5
+#: Half units in the last place: 1 is one rounding; PyTorch has up to 2.7. CUDA gathers statistics in float.
+MOST = {"numpy": 1.0, "opencl": 1.6, "cuda": 2.2}
 
 #: Rows of a norm, longer ones as well: what is said of n elements.
 ROWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -61,11 +63,13 @@ def normalised(place: Place, name: str, rows: Callable[[np.ndarray], np.ndarray]
 
 
 def holds(place: Place, name: str) -> None:
-    """Errors are some roundings of the largest deviation in a row; equal values leave exactly 0."""
+    """Errors are some roundings of the largest deviation in a row, hardly more than one where rows are longer than
+    the channels; equal values leave exactly 0."""
+    most = 6.0 if name == "layer" or place.algorithm == "tiled" else MOST[place.backend]
     for kind, rows in ROWS.items():
         result, exact = normalised(place, name, rows)
         ratio = np.abs(result - exact) / (2.0**-24 * np.abs(exact).max(1, keepdims=True))
-        assert ratio.max() <= 6, (kind, ratio.max())
+        assert ratio.max() <= most, (kind, ratio.max())
     result, _ = normalised(place, name, lambda noise: np.full_like(noise, 3.58))
     assert (result == 0).all()
 

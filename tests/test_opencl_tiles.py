@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from dispatcher.backends.opencl import lines, winograd
+from dispatcher.backends.opencl.classes import device_class as class_of
 from dispatcher.backends.opencl.options import Options
+from dispatcher.backends.opencl.render import kernel_source
 from dispatcher.backends.opencl.runtime import Facts
-from dispatcher.backends.opencl.tiles import Fold, LineLayout, Tile, imbalance, work
-from dispatcher.backends.opencl.tiles import device_class as class_of
+from dispatcher.backends.opencl.tiles import Fold, LineLayout, imbalance, work
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 
 FACTS = Facts(
@@ -43,11 +44,7 @@ def chosen(geometry: ConvGeometry, units: int, fold: Fold | None = None, **optio
     facts = replace(FACTS, compute_units=units)
     runtime = cast(Any, SimpleNamespace(facts=facts, identity="a device that nothing was tuned on"))
     tile, _ = lines.choose(geometry, fold, runtime, np.dtype(np.float32), Options(tuned="ignore", **cast(Any, options)))
-    return layout_of(geometry, fold, tile)
-
-
-def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
-    return (winograd.WinogradLayout if tile.winograd else LineLayout)(geometry, fold, tile)
+    return lines.layout_of(geometry, fold, tile)
 
 
 def items_of(layout: LineLayout) -> int:
@@ -90,7 +87,7 @@ def test_no_box_that_one_may_ask_for_ends_much_sooner(
     for d in (1, 2, 4):
         for h in range(1, 9):
             deep, high = math.lcm(unit_d, tile.planes) * d, math.lcm(unit_h, tile.rows) * h
-            other = layout_of(geometry, fold, replace(tile, box_d=deep, box_h=high))
+            other = lines.layout_of(geometry, fold, replace(tile, box_d=deep, box_h=high))
             size = 4 * (other.core_size + other.pooled_size(geometry.out_channels))
             if size <= FACTS.cache:
                 assert makespan(layout, units) <= 1.03 * makespan(other, units)
@@ -107,3 +104,8 @@ def test_many_cores_get_smaller_boxes_where_items_are_few() -> None:
 def test_a_large_batch_gets_the_same_boxes_on_any_device() -> None:
     geometry = replace(GEOMETRIES["one_image"][0], batch=512)
     assert len({chosen(geometry, units).tile for units in UNITS}) == 1
+
+
+def test_the_kernel_says_that_it_has_vectors_of_its_own() -> None:
+    """Otherwise Intel's compiler makes a second kernel, over many work-items, that no launch runs."""
+    assert "reqd_work_group_size(1, 1, 1), vec_type_hint(real_v)" in kernel_source("conv_transpose3d_lines.cl")

@@ -151,16 +151,18 @@ def test_a_tensor_of_one_value_a_channel_goes_along_it() -> None:
 
 
 @every_device
-def test_adaptive_pools_to_any_size(place: Place) -> None:
+def test_pools_to_any_size(place: Place) -> None:
     """Sizes that do not divide the extent, that do, and larger ones."""
     pipeline = [
         "tanh",
         {"op": "adaptive_avg_pool2d", "size": [3, 12]},
         {"op": "adaptive_max_pool", "size": [3, 5]},
         {"op": "softmax", "axis": "width"},
+        # A window larger than its input: PyTorch makes one output with ceil_mode.
+        {"op": "avg_pool", "window": [4, 2], "stride": [2, 1], "ceil_mode": True},
     ]
     operator = bound(pipeline, batch=2, channels=3, h=7, w=5)
-    assert operator.output_shape == (2, 3, 3, 5)
+    assert operator.output_shape == (2, 3, 1, 4)
     _, comparison = place.check(operator, random_tensors(operator, 0))
     assert comparison.passed, comparison.reason
 

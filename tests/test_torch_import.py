@@ -116,7 +116,11 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
         lambda x: x * (torch.clamp(x + 3, min=0, max=6) / 6),
     ],
     "sigmoid": [torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x)), lambda x: (1 + (-x).exp()).reciprocal()],
-    "leaky_relu": [lambda x: F.leaky_relu(x, 0.2), lambda x: torch.max(x, 0.2 * x)],
+    "leaky_relu": [
+        lambda x: F.leaky_relu(x, 0.2),
+        lambda x: torch.max(x, 0.2 * x),
+        lambda x: torch.where(x > 0, x, 0.2 * x),
+    ],
     "softplus": [F.softplus, lambda x: torch.log1p(torch.exp(x))],
     "softsign": [F.softsign, lambda x: x / (1 + x.abs())],
     "log_sum_exp": [
@@ -237,6 +241,11 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (2, 3, 4, 5),
         "min tanh squeeze",
     ),
+    "nearest upsampling": (
+        lambda: nn.Sequential(nn.Upsample(scale_factor=(2, 3)), nn.Conv2d(3, 4, 3, padding=1)),
+        (2, 3, 4, 5),
+        "conv_transpose2d conv2d",
+    ),
     "a classifier": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)),
         (2, 3, 6, 7),
@@ -344,7 +353,8 @@ def test_a_module_of_several_inputs(backend_device: Device) -> None:
             self.conv = nn.ConvTranspose2d(2, 3, 3, stride=2)
 
         def forward(self, scale: Any, x: Any, unread: Any, residual: Any) -> Any:
-            return self.conv(x).mean((2, 3)) * scale + self.conv(x).sum((2, 3)) - residual
+            y = self.conv(x)
+            return y.mean((2, 3)) * scale + y.sum((2, 3)) - residual + (y * scale[:, :, None, None]).amax((2, 3))
 
     inputs = (random(2, 3), random(2, 2, 4, 5), random(4), random(2, 3, seed=3))
     found = import_module(Gate(), inputs)
@@ -378,7 +388,7 @@ def test_what_counts_with_sizes_holds_for_these_alone() -> None:
     module = Does(lambda x: x.sum((2, 3)) / (x.shape[2] * x.shape[3]))
     found = import_module(module, (random(2, 3, 4, 5),))
     close(found.run(random(2, 3, 4, 5), device="numpy"), module(random(2, 3, 4, 5)))
-    assert not found.problem.sizes
+    assert [size.name for size in found.problem.sizes] == ["batch"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -450,6 +460,9 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: torch.ones(3), "does not depend"),
         (lambda x: x + torch.randn(5), "at random"),
         (lambda x: F.pad(x, (1, 1)), "no step for it"),
+        (lambda x: torch.where(x > 1, x, 0.2 * x), "only x where x > 0"),
+        (lambda x: F.interpolate(x, size=(6, 5)), "equally often"),
+        (lambda x: x[:, 1:].relu(), "part of a tensor"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),

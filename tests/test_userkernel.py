@@ -383,6 +383,14 @@ def user_kernel(text: str, **fields: Any) -> UserKernel:
     return UserKernel("mine.cl", text, "/nowhere", "solution", parameters, "float32", **given)
 
 
+def test_without_a_device_nothing_compiles_an_opencl_kernel(tmp_path: Path) -> None:
+    from dispatcher.backends.opencl import BACKEND
+
+    none = Device("opencl", 0, "no OpenCL device", "unknown", False, "no OpenCL platform")
+    with pytest.raises(DeviceError, match=r"^OpenCL has no compiler but a device's own$"):
+        BACKEND.check_kernel(user_kernel("kernel void solution() {}"), none, tmp_path)
+
+
 SIGNATURES = {
     "name": (("void solution(", "void convolve("), "has no __kernel 'solution'; it has convolve"),
     "count": (("ulong groups", "ulong groups, ulong more"), "has 26 parameters; expected 25: solution(__global const"),

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatcher.backends.opencl import render, tiles
+from dispatcher.backends.opencl.classes import device_class, device_classes
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
-from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted, device_class, device_classes
+from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
 from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, MOST_TAPS, Row, transform
 from dispatcher.backends.opencl.winograd import (
     WinogradLayout,

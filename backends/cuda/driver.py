@@ -28,6 +28,7 @@ import numpy as np
 from dispatcher.backends.cuda import toolkit
 from dispatcher.device.filecache import Turns
 from dispatcher.errors import DeviceError, DeviceMemoryError, InputError, KernelError, install
+from dispatcher.interface import bits_of
 from dispatcher.problem.dlpack import KDL_CUDA, capsule
 
 _ALIGNMENT = 256
@@ -383,7 +384,7 @@ class DeviceArray:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
-            "typestr": self.dtype.str,
+            "typestr": self.dtype.str if self.dtype.kind == "f" else self.dtype.name,
             "data": (self._pointer, False),
             "strides": None,
             "version": 3,
@@ -402,7 +403,7 @@ class DeviceArray:
         result = np.empty(self.shape, self.dtype)
         if result.nbytes:
             with self._owner.active():
-                self._owner.driver.memcpy_dtoh(result, self._pointer)
+                self._owner.driver.memcpy_dtoh(bits_of(result), self._pointer)
         return result
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

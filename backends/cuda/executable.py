@@ -15,7 +15,7 @@ from dispatcher.backends.cuda.driver import Block, Context, DeviceArray, device_
 from dispatcher.backends.cuda.program import Launch, PackedWeight, Program, Reference, strided_copy
 from dispatcher.backends.cuda.toolkit import Toolkit
 from dispatcher.errors import InputError
-from dispatcher.interface import PlannedLaunch, Tensors, Timings
+from dispatcher.interface import PlannedLaunch, Tensors, Timings, bits_of
 
 _VECTOR_BYTES = 16
 _COMPILERS = 4  # compilations at the same time
@@ -133,7 +133,7 @@ class _Call:
         """Copy a host array to the device; returns its address."""
         if address is None:
             (address,) = self.borrow(array.nbytes)
-        self.driver.memcpy_htod_async(address, array, self.stream)
+        self.driver.memcpy_htod_async(address, bits_of(array), self.stream)
         return address
 
     # ---- launches ------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class _Call:
             return output
         result = np.empty(operator.output_shape, dtype) if output is None else output
         try:
-            self.driver.memcpy_dtoh_async(result, target, self.stream)
+            self.driver.memcpy_dtoh_async(bits_of(result), target, self.stream)
         except self.driver.Error as error:
             names = ", ".join(dict.fromkeys(self.in_flight))
             raise self.context.failure(f"kernel {names}", error) from error

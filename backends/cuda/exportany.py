@@ -198,6 +198,7 @@ class AnyText:
                     f"p.count = elements({shape}); set(p.extent, {shape}); set(p.in, {read}, 2);",
                     *(each(name, numbers) for name, numbers in {**sizes, "before": before, "after": after}.items()),
                     f"p.counted = {int(step.count_padding)}; p.divisor = {self.number(step.divisor or 0)};",
+                    f"p.adaptive = {int(step.adaptive)};",
                 ]
                 defines = dict.fromkeys(("PLAIN", "WINDOW_Z", "WINDOW_Y", "WINDOW_X"), 0)
                 return "pool.cu", ("pool",), {**defines, "VECTOR": 1}, lines

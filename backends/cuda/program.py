@@ -27,7 +27,7 @@ MAX_GRID = 2**31 - 1
 BLOCK = 256  # threads, where a kernel has no tile
 
 #: Of elements.
-C_TYPES = {"float16": "half_t", "float32": "float", "float64": "double"}
+C_TYPES = {"float16": "half_t", "bfloat16": "bfloat_t", "float32": "float", "float64": "double"}
 
 
 @dataclass(frozen=True)

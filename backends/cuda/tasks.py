@@ -244,11 +244,11 @@ class ConvTask(Task):
     def halo(self) -> HaloTask:
         """What the tensor-core kernel has to do.
 
-        One TF32 product is enough where it was asked for, and for float16 inputs and weights, which it holds exactly.
+        One TF32 product is enough where it was asked for, and for 16-bit inputs and weights, which it holds exactly.
         """
         operator, target, epilogue = self.setting.operator, self.setting.target, self.epilogue
         fp32 = operator.precision == "fp32"
-        exact = operator.dtype == "float16" and self.step.source == 0 and not self.prologue
+        exact = operator.dtype in ("float16", "bfloat16") and self.step.source == 0 and not self.prologue
         return HaloTask(
             self.step.geometry,
             self.positions,
@@ -308,7 +308,7 @@ def _refuses_halo(task: ConvTask) -> str | None:
     if setting.options.algorithm == "fma":
         return "algorithm fma was asked for"
     if setting.operator.dtype == "float64":
-        return "tensor cores are used for float32 and float16, not float64"
+        return "tensor cores are used for float32, float16 and bfloat16, not float64"
     if setting.target.architecture < 80:
         return "TF32 tensor cores need compute capability 8.0"
     in_group, out_group = geometry.in_channels // geometry.groups, geometry.out_channels // geometry.groups

@@ -57,6 +57,11 @@ def _build(context: Context | Architecture, compiler: Toolkit, kernel: UserKerne
     """The cubin or the library of a kernel whose form goes with its sizes; see :func:`_compile`."""
     on_host = kernel.global_size is None
     is_kernel = is_global(kernel)
+    if is_kernel and "__cluster_dims__" in _declaration(kernel):
+        raise InputError(
+            f"{kernel.entry} in {kernel.file} has __cluster_dims__; kernels are launched here without clusters: give "
+            "the name of a function of the host that launches it"
+        )
     if on_host and is_kernel:
         raise InputError(
             f"{kernel.entry} in {kernel.file} is a __global__ kernel; give global_size and local_size, or the name of "
@@ -72,8 +77,14 @@ def _build(context: Context | Architecture, compiler: Toolkit, kernel: UserKerne
 
 def is_global(kernel: UserKernel) -> bool:
     """Whether the text makes the function a ``__global__`` one."""
+    return bool(_declaration(kernel))
+
+
+def _declaration(kernel: UserKernel) -> str:
+    """What stands before a ``__global__`` kernel's parameters; nothing where the function is none."""
     text = _COMMENT.sub(" ", kernel.text)
-    return re.search(rf"\b__global__\b[^;{{}}]*?\b{kernel.entry}\s*\(", text) is not None
+    found = re.search(rf"[^;{{}}]*\b__global__\b[^;{{}}]*?\b{kernel.entry}\s*\(", text)
+    return found[0] if found else ""
 
 
 def _types(elements: Mapping[str, str], dtype: str) -> dict[Kind, str]:

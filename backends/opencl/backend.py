@@ -101,6 +101,8 @@ class OpenClBackend:
 
     def check_kernel(self, kernel: UserKernel, device: Device, scratch: Path) -> str:
         """Build a user's own kernel where there is a device that is not to be used; OpenCL has no other compiler."""
+        if device.kind == "unknown":
+            raise DeviceError("OpenCL has no compiler but a device's own")
         self.load_kernel(kernel, device, scratch)
         return f"on {device.name}"
 

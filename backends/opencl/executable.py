@@ -22,7 +22,7 @@ from dispatcher.backends.opencl.render import defines, section
 from dispatcher.backends.opencl.runtime import OpenClRuntime
 from dispatcher.backends.opencl.target import Target
 from dispatcher.errors import DeviceMemoryError, KernelError
-from dispatcher.interface import PlannedLaunch, Tensors, Timings
+from dispatcher.interface import PlannedLaunch, Tensors, Timings, bits_of
 from dispatcher.ops.steps import Convolution
 from dispatcher.problem.operator import Operator
 
@@ -93,7 +93,7 @@ class OpenClExecutable:
 
     def __init__(self, runtime: OpenClRuntime, operator: Operator, options: Options) -> None:
         self._runtime, self._operator, self._options = runtime, operator, options
-        self._half = operator.dtype == "float16"
+        self._half = operator.dtype in ("float16", "bfloat16")
         self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
         self._lock = threading.Lock()
         self._queue = runtime.queue()
@@ -172,7 +172,7 @@ class OpenClExecutable:
             with self._lock:
                 # A call that is broken off leaves nothing: what it had may be half made, or still be written to.
                 kept, self._kept = self._kept, {}
-                self._run(kept, tensors, output, timings)
+                self._run(kept, tensors, bits_of(output), timings)
                 self._kept = kept
         except BaseException as error:
             with suppress(cl.Error):
@@ -224,8 +224,8 @@ class OpenClExecutable:
         for launch in plan.launches:
             launch.enqueue(call)
         if self._half:
-            event = self._convert("float_to_half", call.values[self._final], target, output.size)
-            call.events.append(("float_to_half", event))
+            name = f"float_to_{self._operator.dtype}"
+            call.events.append((name, self._convert(name, call.values[self._final], target, output.size)))
         if timings is not None:
             self._queue.finish()
             spans = [(event.profile.start, event.profile.end) for _, event in call.events]
@@ -247,12 +247,12 @@ class OpenClExecutable:
 
     def _upload(self, call: Call, array: np.ndarray) -> Any:
         """A device buffer with the values of ``array`` as ``real``."""
-        shared = self._runtime.facts.unified
+        shared, array = self._runtime.facts.unified, bits_of(array)
         buffer = self._runtime.wrap(array) if shared else self._runtime.constant(array)
         if not self._half:
             return buffer
         real = self._runtime.buffer(array.size * self._real.itemsize)
-        self._convert("half_to_float", buffer, real, array.size)
+        self._convert(f"{self._operator.dtype}_to_float", buffer, real, array.size)
         return real
 
     def _convert(self, kernel: str, source: Any, target: Any, count: int) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from dispatcher.backends.opencl import tiles, tuned, winograd
+from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
+from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -38,7 +40,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted, device_class
+from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Pool
@@ -46,6 +48,8 @@ from dispatcher.ops.steps import Pool
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
+#: Output channels in the lanes have to save something: estimates are no better, and compilers take longer over them.
+CHANNELS_WORTHWHILE = 1.08
 #: Below this, Winograd is not chosen: a call is too short to matter.
 WINOGRAD_FLOPS = 1 << 26
 
@@ -71,10 +75,18 @@ def ranked(
 ) -> list[tuple[float, Tile]]:
     """Tiles of one core, Winograd's if ``transformed``, that ``options`` leave open, least estimated work first."""
     flat = None if options.line is None else options.line == "flat"
+    channels = options.line == "channels"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
     resources = Resources(device_class(facts.vec), facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
-    rank = winograd.ranked_tiles if transformed else tiles.ranked_tiles
-    return rank(geometry, fold, resources, wanted)
+    if channels:
+        return ranked_channel_tiles(geometry, fold, resources, wanted)
+    if transformed:
+        return winograd.ranked_tiles(geometry, fold, resources, wanted)
+    found = tiles.ranked_tiles(geometry, fold, resources, wanted)
+    if wanted.register_tile is not None or options.line is not None or not suits(geometry, resources.vec):
+        return found
+    others = ranked_channel_tiles(geometry, fold, resources, wanted)
+    return others + found if CHANNELS_WORTHWHILE * others[0][0] < found[0][0] else found + others
 
 
 def no_transform(geometry: ConvGeometry) -> str | None:
@@ -106,7 +118,7 @@ def choose(
             tile = ranked(geometry, fold, facts, real, known[0], transformed=transformed, whole_rows=whole_rows)[0][1]
             return tile, known[1]
     direct_work, direct = ranked(geometry, fold, facts, real, options, transformed=False, whole_rows=whole_rows)[0]
-    if options.algorithm == "direct":
+    if options.algorithm == "direct" or options.line == "channels":
         return direct, "asked for"
     reason = no_transform(geometry)
     if reason is not None:
@@ -178,8 +190,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     """
     convolution = group.convolution
     assert convolution is not None
-    window = None if group.fold is None else group.fold[0]
-    layout = (WinogradLayout if tile.winograd else LineLayout)(convolution.geometry, window, tile)
+    layout = layout_of(convolution.geometry, None if group.fold is None else group.fold[0], tile)
     shape = group.steps[-1].shape
     final = group.output == len(group.operator.steps)
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
@@ -204,7 +215,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         "vector": tile.vec,
         "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
         "box": f"{tile.box_d}x{tile.box_h}" + (f"x{tile.box_w}" if tile.box_w else ""),
-        "line": "flat" if tile.flat else "rows",
+        "line": "channels" if tile.channels else "flat" if tile.flat else "rows",
         **({"outputs": "x".join(map(str, tile.outputs))} if tile.winograd else {}),
         "lanes_used": round(layout.lanes_used, 3),
         "scratch_bytes_per_worker": scratch * real.itemsize,
@@ -369,6 +380,12 @@ def render(
     return text, operands, scratch
 
 
+def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
+    """The layout of a tile."""
+    kind = WinogradLayout if tile.winograd else ChannelLayout if tile.channels else LineLayout
+    return kind(geometry, fold, tile)
+
+
 def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
     """Defines, tables and source text of a layout's core."""
     g = layout.geometry
@@ -381,7 +398,9 @@ def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
         "LOW_W": layout.width_range[0],
         "APART_D": g.depth.step,
         "APART_H": g.height.step,
-        "APART_W": g.width.step,
+        "APART_W": 1 if layout.tile.channels else g.width.step,
+        "STEP_W": g.width.step,
+        **channel_tables(layout),
         "PLANES": len(layout.depth.rows),
         "ROWS": len(layout.height.rows),
         "PITCH": layout.pitch,
@@ -399,6 +418,8 @@ def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
         + table("SLOT_D", layout.depth.slots)
         + table("SLOT_H", layout.height.slots)
         + table("PHASE_WEIGHTS", direct_starts(layout))
+        + table("CHUNK_FIRST_H", [chunk.first_h for chunk in layout.chunks])
+        + table("CHUNK_LAST_H", [chunk.last_h for chunk in layout.chunks])
         + table("PART_W", list(parts))
         + table("PART_EXTENT", [extent for _, extent in parts.values()])
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])

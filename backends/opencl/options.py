@@ -11,7 +11,7 @@ from dispatcher.problem.messages import brief
 
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
-LINES = ("rows", "flat")
+LINES = ("rows", "flat", "channels")
 #: Options of the Winograd core alone: outputs that a transform yields at once along depth, height and width.
 OUTPUTS = ("planes", "rows", "columns")
 MOST_OUTPUTS = 3
@@ -25,7 +25,9 @@ class Options:
         algorithm: one of :data:`ALGORITHMS`.
         tile: ``"CxW"``: output channels and vectors of a register tile (direct and winograd).
         box: ``"DxH"``: positions along depth and height of a work item (direct and winograd).
-        line: ``rows`` or ``flat`` (direct and winograd); see :mod:`dispatcher.backends.opencl.tiles`.
+        line: ``rows`` or ``flat`` (direct and winograd), see :mod:`dispatcher.backends.opencl.tiles`, or ``channels``
+            (direct), where ``tile`` counts output channels and positions; see
+            :mod:`dispatcher.backends.opencl.channels`.
         planes, rows, columns: ``1`` to ``3``: outputs along depth, height and width that one Winograd transform yields
             (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
@@ -72,6 +74,10 @@ class Options:
             if value is not None and parsed.algorithm != "winograd":
                 algorithm = brief(parsed.algorithm)
                 raise InputError(f"{name} is {brief(value)} with algorithm {algorithm}; only algorithm winograd has it")
+        if parsed.line == "channels" and parsed.algorithm not in ("auto", "direct"):
+            raise InputError(
+                f"line is 'channels' with algorithm {brief(parsed.algorithm)}; only algorithm direct has it"
+            )
         if parsed.tuned not in (None, "ignore"):
             raise InputError(f"tuned is {brief(parsed.tuned)}; expected ignore")
         if parsed.fusion not in (None, "off", "eager"):

@@ -7,13 +7,12 @@ which wastes fewer lanes when a row is not a multiple of the vector.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from itertools import product
 
+from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
@@ -42,6 +41,8 @@ class Tile:
         rows: rows along height that a Winograd transform F(rows, n) yields at once; boxes hold multiples of it.
         box_w: positions along width that a work item owns; 0 for all of them.
         planes: the same along depth, and ``columns`` along width. Where all three are 1, the core is the direct one.
+        channels: output channels are in the vector lanes, thread_c of them, and thread_w counts positions along a row
+            (direct core); see :mod:`dispatcher.backends.opencl.channels`.
     """
 
     vec: int
@@ -54,6 +55,7 @@ class Tile:
     box_w: int = 0
     planes: int = 1
     columns: int = 1
+    channels: bool = False
 
     @property
     def outputs(self) -> tuple[int, int, int]:
@@ -112,11 +114,13 @@ def axis_tables(axis: AxisGeometry, box: int) -> AxisTables:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One register tile along the line: where it reads, where it writes, how many vectors."""
+    """One register tile along the line: where it reads, where it writes, how many vectors, its first and last row."""
 
     x: int
     line: int
     width: int
+    first_h: int
+    last_h: int
 
 
 @dataclass(frozen=True)
@@ -238,15 +242,18 @@ class LineLayout:
         """The register tiles of one line, wide ones first."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
-            spans = [(0, 0, (self.line_rows - 1) * self.pitch + self.span)]
+            spans = [(0, 0, 0, (self.line_rows - 1) * self.pitch + self.span)]
         else:
-            spans = [(h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
+            spans = [(h, h * self.pitch, h * self.row, self.span) for h in range(self.line_rows)]
         chunks = []
-        for x, line, extent in spans:
+        for h, x, line, extent in spans:
             vectors, done = -(-extent // vec), 0
             while done < vectors:
                 width = wide if vectors - done >= wide else 1
-                chunks.append(Chunk(x + done * vec, line + done * vec, width))
+                ends = (done * vec, min((done + width) * vec, extent) - 1)
+                # A row of results may be longer than a packed one; what lies beyond reads nothing but zeros.
+                rows = [min(end // self.pitch, self.line_rows - 1) if self.tile.flat else h for end in ends]
+                chunks.append(Chunk(x + done * vec, line + done * vec, width, *rows))
                 done += width
         return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
 
@@ -346,64 +353,10 @@ def box_unit(axis: AxisGeometry, window: int) -> int:
     return math.lcm(axis.stride, window) // axis.stride
 
 
-@dataclass(frozen=True)
-class DeviceClass:
-    """Defaults for one class of CPU devices; see ``device_classes.json``.
-
-    Attributes:
-        name: for people.
-        origin: where the numbers come from.
-        vec: lanes of a vector of float.
-        vector_load: cost of loading a vector from any address, in vector multiply-adds.
-        broadcast: cost of loading one number into all lanes.
-        register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
-        winograd_tiles: the same for the Winograd core.
-    """
-
-    name: str
-    origin: str
-    vec: int
-    vector_load: float
-    broadcast: float
-    register_tiles: tuple[tuple[int, int], ...]
-    winograd_tiles: tuple[tuple[int, int], ...]
-
-    def tile_cost(self, channels: int, width: int) -> float:
-        """One input channel and tap of a register tile, in vector multiply-adds.
-
-        Multiply-adds and loads run side by side, so that the larger share counts; the loop costs about one.
-        """
-        return max(channels * width, self.vector_load * width + self.broadcast * channels) + 1.0
-
-
-@cache
-def device_classes() -> tuple[DeviceClass, ...]:
-    """The shipped device classes."""
-    text = (files("dispatcher.backends.opencl") / "device_classes.json").read_text(encoding="utf-8")
-    return tuple(
-        DeviceClass(
-            entry["name"],
-            entry["origin"],
-            entry["vec"],
-            entry["vector_load"],
-            entry["broadcast"],
-            tuple((c, w) for c, w in entry["register_tiles"]),
-            tuple((c, w) for c, w in entry["winograd_tiles"]),
-        )
-        for entry in json.loads(text)["classes"]
-    )
-
-
-def device_class(vec: int) -> DeviceClass:
-    """The class of a device with ``vec`` lanes of float: the widest that is not wider."""
-    fitting = [entry for entry in device_classes() if entry.vec <= vec]
-    return max(fitting, key=lambda entry: entry.vec) if fitting else device_classes()[-1]
-
-
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
-#: How much longer packing takes where neighbours in a packed row are none in memory.
-STRIDED_COST = 4.0
+#: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
+STRIDED_COST, GATHERED_COST = 4.0, 16.0
 #: Cost of one vector operation of packing, in multiply-adds of the core.
 PACKING_COST = 2.0
 
@@ -422,7 +375,8 @@ def work(layout: LineLayout, device: DeviceClass) -> float:
     taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
     rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
     row_vectors = round_up(layout.pitch, tile.vec) / tile.vec
-    packing = rows * g.in_channels * row_vectors * (1 if g.width.step == 1 else STRIDED_COST)
+    apart = {1: 1.0, 2: STRIDED_COST}.get(g.width.step, GATHERED_COST)
+    packing = rows * g.in_channels * row_vectors * apart
     return tile.box_d * line * group_ic * taps + PACKING_COST * packing
 
 
@@ -517,11 +471,14 @@ def best_first(candidates: list[Candidate]) -> list[tuple[float, Tile]]:
 WIDTHS = (256, 512, 1024, 2048)
 
 
-def _widths(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
+def width_choices(geometry: ConvGeometry, smallest: LineLayout, resources: Resources) -> tuple[int, ...]:
     """What :attr:`Tile.box_w` is chosen from, by the layout of the smallest box of whole rows."""
     short = smallest.core_size * resources.itemsize <= resources.cache_bytes
     many = math.prod(smallest.boxes) * max(1, geometry.batch) >= 4 * resources.units
-    return (0,) if short and many else (0, *(width for width in WIDTHS if 2 * width <= smallest.positions[2]))
+    parts = tuple(width for width in WIDTHS if 2 * width <= smallest.positions[2])
+    if short:
+        return (0,) if many else (0, *parts)
+    return parts or (0,)
 
 
 def ranked_tiles(
@@ -542,7 +499,7 @@ def ranked_tiles(
     smallest = LineLayout(geometry, fold, Tile(vec, *register_tiles[0], *units(geometry, fold, (1, 1, 1)), False))
     widths: tuple[int, ...] = (0,)
     if not (wanted.whole_rows or fold):
-        widths = _widths(geometry, smallest, resources)
+        widths = width_choices(geometry, smallest, resources)
     candidates: list[Candidate] = []
     for (place, box), width, flat in product(enumerate(boxes(smallest, wanted.box)), widths, forms):
         for number, register_tile in enumerate(register_tiles):

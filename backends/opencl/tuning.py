@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from dispatcher.backends.opencl import lines, tuned
+from dispatcher.backends.opencl.channels import suits
+from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
-from dispatcher.backends.opencl.tiles import Fold, device_class
+from dispatcher.backends.opencl.tiles import Fold
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.plan.groups import split
 from dispatcher.problem.operator import Operator
@@ -56,6 +58,11 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
 
     device = device_class(facts.vec)
     measure(Options("direct"), device.register_tiles)
+    if suits(geometry, facts.lanes(real)):
+        options = Options("direct", line="channels")
+        _, tile = lines.ranked(geometry, fold, facts, real, options, transformed=False)[0]
+        size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
+        found.append(replace(options, tile=size, box=box).given())
     if lines.no_transform(geometry) is None:
         ranked = lines.ranked(geometry, fold, facts, real, Options("winograd"), transformed=True)
         for outputs in list(dict.fromkeys(tile.outputs for _, tile in ranked))[:TRANSFORMS]:

@@ -15,11 +15,11 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 
+from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.render import section, table
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.backends.opencl.tiles import (
     Candidate,
-    DeviceClass,
     Fold,
     LineLayout,
     Resources,

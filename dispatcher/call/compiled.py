@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 
 from dispatcher.call import tracing
 from dispatcher.call.explanation import Explanation, explain_choice
+from dispatcher.call.handover import Target, bare, checked_result, dtype_name, in_kind_of, takes_device_arrays, to_host
 from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
@@ -26,18 +28,14 @@ from dispatcher.device.selection import (
     warn_of_fallback,
 )
 from dispatcher.device.splitting import compile_within_memory, part_count
-from dispatcher.errors import DeviceMemoryError, DispatcherError, InputError, KernelError
+from dispatcher.errors import DeviceMemoryError, DispatcherError, DtypeError, InputError
 from dispatcher.interface import Device, Timings
+from dispatcher.problem import torchtensors
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
 from dispatcher.problem.arrays import (
     TensorArgument,
-    check_opencl_output,
-    check_output,
-    fetched,
     host_tensor,
-    in_kind,
     on_opencl,
-    queue_of,
     snapshot,
     tensor_argument,
     with_own_error_state,
@@ -45,7 +43,8 @@ from dispatcher.problem.arrays import (
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
-from dispatcher.problem.operator import Operator, check_precision
+from dispatcher.problem.operator import Operator, check_precision, storage_dtype
+from dispatcher.problem.torchtensors import outside_of_dynamo
 from dispatcher.problem.values import unwrapped
 
 MAX_PROGRAMS = 64  # compiled operators that one CompiledOperator keeps
@@ -92,10 +91,11 @@ def compile(
             share of the batch that goes with its measured speed.
         precision: ``fp32``, or ``tf32`` to allow 10-bit mantissas in matrix products.
         case: a named case of the problem, whose numbers hold where nothing else gives one.
-        dtype: ``float16``, ``float32`` or ``float64``; without it, that of the tensors.
+        dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``; without it, that of the tensors.
         options: tuning choices for the backend.
         **arguments: sizes, scalars, shorthands (``stride=2``) and tensors that are the same for every call.
             Tensors are copied: what happens to the caller's array later makes no difference.
+            :meth:`CompiledOperator.update` takes new ones.
 
     Returns:
         The operator. It is compiled at once when every size is known, otherwise at the first call.
@@ -109,6 +109,7 @@ def compile(
     return CompiledOperator(load_problem(problem), settings, arguments)
 
 
+@outside_of_dynamo
 def run(
     problem: ProblemLike,
     *,
@@ -127,13 +128,15 @@ def run(
     Args:
         problem: see :func:`compile`, as for every argument that is not listed here.
         output: where to put the result: a writeable C-contiguous array of the right shape and dtype that
-            overlaps no input, or such an array of PyOpenCL. Without it, a new array is made.
+            overlaps no input, or such a tensor of PyTorch or array of PyOpenCL. Without it, a new array is made.
         trace: a file to write what the call did to, in the format of Chrome's tracing.
         **arguments: every tensor by parameter name, in any memory layout; sizes that the tensors do not show;
             scalars. Sizes and scalars may come from their defaults or from ``case``.
 
     Returns:
-        The result: ``output``, or a new C-contiguous array that shares no memory with the inputs.
+        The result: ``output``, or a new C-contiguous array that shares no memory with the inputs. It is a tensor of
+        PyTorch where one is among the arguments, on the same device; where PyTorch records what is done for one that
+        requires gradients, they pass through (:func:`dispatcher.torch.custom_op`).
 
     Raises:
         InputError: an argument is wrong; see the message.
@@ -178,9 +181,14 @@ class _Program:
     def __init__(self, operator: Operator, choice: Choice, bound: Mapping[str, TensorArgument]) -> None:
         self.operator = operator
         self.choice = choice
-        self.dtype = np.dtype(operator.dtype)
+        self.dtype = storage_dtype(operator.dtype)
         self.failed: dict[str, DispatcherError] = {}
         self.used = 0  # when it was last asked for, by the owner's clock
+        self.constants: Mapping[str, np.ndarray] = {}
+        self.bind(bound)
+
+    def bind(self, bound: Mapping[str, TensorArgument]) -> None:
+        """Use these bound tensors in the calls that begin from now on."""
         on_host = {name: tensor.array for name, tensor in bound.items() if not tensor.on_device}
         self.constants = {name: host_tensor(array, self.dtype) for name, array in on_host.items()}
 
@@ -228,6 +236,9 @@ class CompiledOperator:
     It may be called from several threads, and with tensors of different shapes: each operator that results is
     compiled once and kept, the least recently used ones being dropped when there are many.
 
+    It keeps copies of the tensors that were bound: a weight that an optimizer changes later stays what it was here.
+    :meth:`update` takes the new one; or leave the tensor unbound, and give it to every call.
+
     A copy, also one that is made by pickle, has the same problem, settings and bound tensors, and compiles for itself
     where it is first called.
     """
@@ -241,7 +252,7 @@ class CompiledOperator:
         self._recipe = settings
         self._request: Request = parse_request(settings.device, settings.devices)
         self._settings: dict[str, Any] = {"case": settings.case, "precision": settings.precision}
-        self._settings["dtype"] = _dtype_name(settings.dtype)
+        self._settings["dtype"] = dtype_name(settings.dtype)
         self._options = check_options(settings.options)
         given = sort_arguments(problem, arguments or {})
         if given.output is not None:
@@ -294,7 +305,7 @@ class CompiledOperator:
     def __reduce__(self) -> Any:
         bound: dict[str, Any] = {**self._bound.sizes, **self._bound.scalars}
         for name, tensor in self._bound.tensors.items():
-            array = _to_host(name, tensor.array, "a copied or pickled operator")
+            array = to_host(name, tensor.array, "a copied or pickled operator")
             bound[name] = replace(tensor, array=array, on_device=False)
         return _made_again, (self._problem, self._recipe, bound)
 
@@ -314,11 +325,52 @@ class CompiledOperator:
             program = self._program(bind_arguments(self._problem, merged, **self._settings))
         return explain_choice(program.operator, program.choice)
 
+    def update(self, **tensors: Any) -> None:
+        """Bind copies of new tensors in place of those that were bound, of the same shapes and dtypes.
+
+        Calls that have begun finish with the old ones; nothing is compiled again.
+
+        Raises:
+            InputError: a name is not that of a bound tensor, or the new one has another shape.
+            DtypeError: it has another dtype.
+        """
+        kept = dict(self._bound.tensors)
+        for name, value in tensors.items():
+            if name not in kept:
+                bound = ", ".join(kept) or "none is"
+                raise InputError(
+                    f"{brief(name)} is not a bound tensor; expected one of those given to compile: {bound}"
+                )
+            new, old = snapshot(tensor_argument(name, value)), kept[name]
+            if new.shape != old.shape:
+                raise InputError(f"tensor {name} has shape {new.shape}; expected {old.shape}, that of the bound one")
+            if new.dtype is not None and old.dtype is not None and new.dtype != old.dtype:
+                raise DtypeError(f"tensor {name} has dtype {new.dtype}; expected {old.dtype}, that of the bound one")
+            kept[name] = replace(new, dtype=old.dtype)
+        with self._lock:
+            self._bound = replace(self._bound, tensors=kept)
+            for program in self._programs.values():
+                program.bind(kept)
+
     # ---- calling it ----------------------------------------------------------------------------------------
+    @outside_of_dynamo
     def __call__(self, *, output: Any = None, **arguments: Any) -> Any:
         """Run the operator; the arguments are those of :func:`run`, by name."""
+        if torchtensors.needs_gradient(arguments.values()):
+            return self._differentiable(output, arguments)
         program, tensors, output = self._analyse(output, arguments)
         return self._execute(program, tensors, output, None)
+
+    def _differentiable(self, output: Any, arguments: Mapping[str, Any]) -> Any:
+        """A call whose result is to have gradients. It goes through an operator of PyTorch."""
+        if output is not None or arguments.get(self._output_name) is not None:
+            name = "output" if output is not None else self._output_name
+            raise InputError(
+                f"{name} cannot be given where a gradient is wanted; leave it out, or call inside torch.no_grad()"
+            )
+        # By name: the room of PyTorch comes after this one.
+        operators = importlib.import_module("dispatcher.torch.operators")
+        return operators.differentiable(self._problem, self._recipe, self._bound, arguments)
 
     def prepare(self, *, output: Any = None, **arguments: Any) -> PreparedCall:
         """Check the arguments, choose the device and compile, but do not run yet. For measuring."""
@@ -358,7 +410,7 @@ class CompiledOperator:
                     raise InputError(f"output and {name} both name the result; give one of them")
                 output = value if output is None else output
             else:
-                others[name] = number = unwrapped(value)
+                others[name] = number = unwrapped(value, name)
                 plain = plain and _is_plain(number)
                 signature.append((name, repr(number) if plain else ""))  # repr tells 0.0 from -0.0
         key = tuple(signature) if plain else None
@@ -422,23 +474,14 @@ class CompiledOperator:
 
     @with_own_error_state
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
-        """:meth:`_run`, which takes arrays of PyOpenCL by a copy, and the way back: a buffer belongs to the context of
-        whoever made it. The result is such an array where the device that runs has one among the inputs."""
-        filled = output if on_opencl(output) else None
-        if output is not None:
-            sources = {name: _array(tensor) for name, tensor in {**self._bound.tensors, **tensors}.items()}
-            check = check_output if filled is None else check_opencl_output
-            check(output, program.operator.output_shape, program.operator.dtype, sources, self._output_name)
-        result = self._run(program, tensors, output if filled is None else None, timings)
-        if filled is not None:
-            filled.set(result, queue_of(filled))
-            return filled
-        for tensor in (*self._bound.tensors.values(), *tensors.values()) if output is None else ():
-            if type(tensor) is TensorArgument and tensor.on_device and on_opencl(tensor.array):
-                owns = getattr(program.choice.backend, "owns", None)
-                is_here = owns is not None and owns(program.choice.device, tensor.array)
-                return in_kind(result, tensor.array) if is_here else result
-        return result
+        """:meth:`_run` between arrays of other libraries: theirs come in, and theirs goes out."""
+        bound = self._bound.tensors
+        if output is None:
+            result = self._run(program, tensors, None, timings)
+            return in_kind_of(bound, tensors, program.choice, result)
+        sources = {name: bare(tensor) for name, tensor in {**bound, **tensors}.items()}
+        target = Target(self._output_name, output, program.operator, sources)
+        return target.hand_over(self._run(program, tensors, target.array, timings))
 
     def _run(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """Run ``program``, moving on to the next device where the request allows that.
@@ -455,13 +498,13 @@ class CompiledOperator:
             program = self._program(operator)
         while True:
             choice = program.choice
-            if output is not None and not isinstance(output, np.ndarray) and not _takes_device_arrays(choice):
+            if output is not None and not isinstance(output, np.ndarray) and not takes_device_arrays(choice):
                 raise InputError(
                     f"{self._output_name} lives on a CUDA device, and {choice.device.id} makes arrays in "
                     "host memory; give a NumPy array, or choose device='cuda'"
                 )
             if choice.executable is None:
-                return np.empty(operator.output_shape, operator.dtype) if output is None else output
+                return np.empty(operator.output_shape, program.dtype) if output is None else output
             inputs = self._inputs(program, choice, tensors)
             on_host = all(isinstance(array, np.ndarray) for array in inputs.values())  # where the result will be
             check_host_memory(operator, choice.device, output is None and on_host)
@@ -474,7 +517,7 @@ class CompiledOperator:
                 if trace is not None and timings is not None:
                     trace.add_call(choice.device.id, start, timings)
                     trace.add("call", start, time.perf_counter() - start, detail={"device": choice.device.id})
-                return _checked_result(operator, choice, inputs, output, result)
+                return checked_result(operator, choice, inputs, output, result)
             except InputError:
                 raise
             except Exception as error:
@@ -490,13 +533,13 @@ class CompiledOperator:
             if name not in tensors and name in program.constants:
                 inputs[name] = program.constants[name]
                 continue
-            array = _array(tensors[name] if name in tensors else self._bound.tensors[name])
+            array = bare(tensors[name] if name in tensors else self._bound.tensors[name])
             if type(array) is np.ndarray:
                 inputs[name] = host_tensor(array, program.dtype)
-            elif _takes_device_arrays(choice) and not on_opencl(array):
+            elif takes_device_arrays(choice) and not on_opencl(array):
                 inputs[name] = array
             else:
-                inputs[name] = host_tensor(_to_host(name, array, choice.device.id), program.dtype)
+                inputs[name] = host_tensor(to_host(name, array, choice.device.id), program.dtype)
         return inputs
 
     def _split(self, program: _Program, choice: Choice) -> bool:
@@ -536,61 +579,8 @@ def _made_again(problem: Problem, settings: Settings, arguments: Mapping[str, An
     return CompiledOperator(problem, settings, arguments, eager=False)
 
 
-def _dtype_name(dtype: Any) -> Any:
-    """``dtype`` as one of DTYPES where it means one, as ``np.float32`` does; else as it is, to be refused."""
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    try:
-        return str(np.dtype(dtype).name)
-    except Exception:  # whatever the object's own attributes raise
-        return dtype
-
-
 def _is_plain(value: Any) -> bool:
     """Does the text of a size or scalar, or of a list of them, say all there is to know of it?"""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) is float or (type(value) is int and abs(value) <= _PRINTABLE)
-
-
-def _array(value: Any) -> Any:
-    return value.array if isinstance(value, TensorArgument) else value
-
-
-def _takes_device_arrays(choice: Choice) -> bool:
-    return bool(getattr(choice.backend, "device_arrays", False))
-
-
-def _to_host(name: str, array: Any, taker: str) -> np.ndarray:
-    if on_opencl(array):
-        return fetched(name, array)
-    try:
-        return np.asarray(array)
-    except Exception as error:  # CuPy raises a TypeError, others what they like
-        raise InputError(
-            f"tensor {name} lives on a CUDA device, and {taker} takes arrays in host memory; "
-            "copy it to the host, or choose device='cuda'"
-        ) from error
-
-
-def _checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
-    """The backend's result, or a copy of it where it is not an array of its own in C order.
-
-    Raises:
-        KernelError: it is not what the operator makes.
-    """
-    if output is not None:
-        if result is not output:
-            raise KernelError(f"{choice.device.id} returned another array than the output it was given")
-        return output
-    if not isinstance(result, np.ndarray):
-        if hasattr(result, "__cuda_array_interface__"):
-            return result
-        raise KernelError(f"{choice.device.id} returned {type(result).__name__}; expected an array")
-    if result.shape != operator.output_shape or result.dtype != operator.dtype:
-        raise KernelError(
-            f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
-            f"expected {operator.dtype} of shape {operator.output_shape}"
-        )
-    shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
-    return result.copy(order="C") if shares or not result.flags.c_contiguous else result

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dispatcher import registry
 from dispatcher.interface import Tensors
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import DTYPES, Operator, limits_of
 
 Array = NDArray[np.float64]
 Progress = Callable[[float], None]
@@ -127,7 +127,7 @@ class _Tally:
         with np.errstate(all="ignore"):
             error = np.abs(value - reference)
             if not np.isfinite(error).all():
-                overflow = np.abs(reference) + bound >= np.finfo(result.dtype).max
+                overflow = np.abs(reference) + bound >= float(limits_of(result.dtype).max)
                 same = (value == reference) | (np.isnan(value) & np.isnan(reference))
                 same |= np.isinf(value) & overflow & (np.sign(value) == np.sign(reference))
                 error[same] = 0.0
@@ -203,7 +203,7 @@ def _misfit(result: Any, shape: tuple[int, ...], dtype: str | None) -> str:
         return f"the result is a {type(result).__name__}; expected a NumPy array"
     if result.shape != shape:
         return f"the result has shape {result.shape}; the reference has shape {shape}"
-    if result.dtype.kind != "f" or (dtype is not None and result.dtype != dtype):
+    if result.dtype.name not in DTYPES or (dtype is not None and result.dtype != dtype):
         return f"the result has dtype {result.dtype}; expected {dtype or 'a floating-point dtype'}"
     return ""
 
@@ -236,7 +236,7 @@ def compare(result: np.ndarray, reference: Array, bound: Array | float, *, dtype
 
 def result_rounding(reference: Array, dtype: np.dtype[Any] | str) -> Array:
     """The largest error of rounding each element once to ``dtype``; that of an infinite one is not finite."""
-    final = np.finfo(dtype)
+    final = limits_of(dtype)
     rounding: Array = np.abs(reference) * float(final.eps / 2)
     rounding += float(final.smallest_subnormal)
     return rounding
@@ -247,7 +247,7 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
     Args:
         shape: of the array.
-        dtype: ``float16``, ``float32`` or ``float64``.
+        dtype: one of :data:`dispatcher.problem.operator.DTYPES`.
     """
     return np.full(shape, np.nan, dtype)
 

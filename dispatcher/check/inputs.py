@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dispatcher.errors import InputError
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax, TensorOperand
 from dispatcher.problem.arrays import with_own_error_state
-from dispatcher.problem.operator import Operator
+from dispatcher.problem.operator import Operator, limits_of
 from dispatcher.problem.values import seed_value
 
 Role = Literal["data", "weight", "factor", "term"]
@@ -362,9 +362,9 @@ def varied(tensors: Mapping[str, np.ndarray], steps: Iterable[tuple[str, int]]) 
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], use: _Use, seed: int, name: str, kind: str) -> np.ndarray:
-    """One tensor of ``shape``; float16 is rounded from float32."""
+    """One tensor of ``shape``; 16-bit floats are rounded from float32."""
     generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-    working = np.dtype(np.float32) if dtype == np.float16 else dtype
+    working = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
     result = np.empty(shape, dtype)
     flat = result.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
@@ -381,7 +381,7 @@ def _finish(tensor: np.ndarray, use: _Use, kind: str, rank: int) -> None:
     height = -min(rank, 2)  # the axis, or the only one there is
     match kind, use.role:
         case "denormal", "data":
-            tensor *= dtype(np.finfo(dtype).tiny / 8)
+            tensor *= dtype(limits_of(tensor.dtype).tiny / 8)
         case "graded", "data":
             places = sum(np.ogrid[tuple(slice(extent) for extent in tensor.shape[-rank:])])
             tensor *= np.ldexp(dtype(1), -(places % _GRADES))

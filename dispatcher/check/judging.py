@@ -32,7 +32,7 @@ from dispatcher.interface import Device, Tensors, device_dict
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import picked
-from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.operator import Operator, check_c_type, operator_dict
 from dispatcher.problem.userkernel import UserKernel
 from dispatcher.problem.values import count_value, seconds_value, seed_value
 
@@ -205,6 +205,7 @@ def verify_kernel(
     repeats, warmup = count_value("repeats", repeats, 1), count_value("warmup", warmup, 0)
     wanted = check_inputs(inputs if inputs is None or isinstance(inputs, str) else as_texts("inputs", inputs))
     loaded = load_problem(problem)
+    check_c_type(dtype, "a kernel of your own")
     operator = bind_numbers(loaded, arguments, "verify", case=case, dtype=dtype, precision=precision)
     source, backend = read_kernel(operator, kernel, entry, global_size, local_size, build_options)
     judgements: list[Judgement] = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from dispatcher.check.inputs import INPUT_SETS, TELLING_SETS, meaningful_sets, r
 from dispatcher.device.selection import first_usable, parse_request, skipped_list, usable_devices
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import DeviceError, InputError, KernelError, VerificationError, suggest
-from dispatcher.interface import Device, device_dict
+from dispatcher.interface import Device, bits_of, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
 from dispatcher.problem.messages import brief, picked
@@ -317,14 +318,20 @@ def verify_operators(
         places = [(found.id, found) for found in usable_devices()]
     else:
         places = [(device, first_usable(parse_request(device))[0])]
-    results = []
-    for operator, case in operators:
-        subjects = [_Subject(operator, request, place, options) for request, place in places]
-        sets = [(name, number) for name in sets_for(operator, inputs) for number in seeds]
-        for done, (name, number) in enumerate(sets):
-            told = progress and part(partial(_advance, progress, operator, subjects), done, len(sets))
-            _check_all(operator, subjects, name, number, told)
-        results += [subject.finish(case) for subject in subjects]
+    results: list[Verification] = []
+    following = [
+        [_Subject(operator, request, place, options) for request, place in places] for operator, _ in operators
+    ]
+    with ThreadPoolExecutor(1, thread_name_prefix="dispatcher-compile") as aside:
+        for operator, case in operators:
+            subjects = following.pop(0)
+            ahead = [aside.submit(subject.compile_small) for subject in (following[0] if following else ())]
+            sets = [(name, number) for name in sets_for(operator, inputs) for number in seeds]
+            for done, (name, number) in enumerate(sets):
+                told = progress and part(partial(_advance, progress, operator, subjects), done, len(sets))
+                _check_all(operator, subjects, name, number, told)
+            results += [subject.finish(case) for subject in subjects]
+            wait(ahead)
     return results
 
 
@@ -362,6 +369,12 @@ class _Subject:
     checks: list[Check] = field(default_factory=list)
     ended: bool = False
     compiled: CompiledOperator | None = None
+
+    def compile_small(self) -> None:
+        """Compile while the operator before is checked, where memory is no matter."""
+        if self.operator.flops <= SMALL_FLOPS:
+            self.compiled = compile_for(self.operator, self.request, self.options)
+            self.compiled.prepare_bound(self.operator, {})  # what this raises, the first run raises again
 
     def run(self, name: str, seed: int, tensors: Mapping[str, np.ndarray]) -> list[_Output]:
         """Run three times; what fails becomes a check at once.
@@ -491,4 +504,4 @@ def checksums(tensors: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 
 def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).data)
+    return zlib.crc32(bits_of(np.ascontiguousarray(array)).data)

@@ -74,11 +74,7 @@ def identifier(name: str) -> str:
 def _filled(template: str, request: ExportRequest) -> str:
     problem, dtype = request.problem, next(iter(request.cases.values())).dtype
     sizes = [parameter for parameter in problem.parameters if parameter.type != "tensor"]
-    tensors = [
-        f"(const void *){spelled(parameter.name, 'cu')}"
-        for parameter in problem.parameters
-        if parameter.type == "tensor"
-    ]
+    tensors = [spelled(parameter.name, "cu") for parameter in problem.parameters if parameter.type == "tensor"]
     element = {"float16": "__half", "float32": "float", "float64": "double"}[dtype]
     values = {
         "NAME": identifier(problem.name),
@@ -102,21 +98,26 @@ def _cast(kind: str, name: str) -> str:
 
 
 _SOLUTION = """\
+namespace kernel_dispatcher {
 // Work and memory for what lies between its steps go into the default stream, and nothing waits. The memory stays with
-// the process, since getting it from the system would take longer than most calls.
-extern "C" void solution(@PARAMETERS@) {
-  using namespace kernel_dispatcher;
-  const Arguments a = {@ARGUMENTS@};
+// the process, since getting it from the system would take longer than most calls. What the runtime refuses, the caller
+// finds as its last error.
+static void solve(const Arguments &a) {
   int device = 0;
   cudaMemPool_t pool;
   unsigned long long all = ~0ull;
   if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetDefaultMemPool(&pool, device) != cudaSuccess
       || cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all) != cudaSuccess)
-    return;  // the caller finds the runtime's error
+    return;
   void *memory = nullptr;
   if (cudaMallocAsync(&memory, memory_bytes(a), 0) != cudaSuccess) return;
   enqueue(a, memory, 0);
   cudaFreeAsync(memory, 0);
+}
+}  // namespace kernel_dispatcher
+
+extern "C" void solution(@PARAMETERS@) {
+  kernel_dispatcher::solve({@ARGUMENTS@});
 }
 """
 
@@ -132,9 +133,9 @@ extern "C" {
 size_t @NAME@_memory_bytes(@SIZES@);
 
 /* Put a call's work into a stream and return at once.
-   Tensors are contiguous, at multiples of 16 bytes in device memory; `memory` points to memory_bytes of it, which stay
-   until the work is done; `stream` is a cudaStream_t. Returns a cudaError_t: 0, or why something was not launched. */
-int @NAME@(@PARAMETERS@, void *memory, void *stream);
+   Tensors are contiguous, at multiples of 16 bytes in device memory; `work_memory` points to memory_bytes of it, which
+   stay until the work is done; `cuda_stream` is a cudaStream_t. Returns a cudaError_t: 0, or why a launch failed. */
+int @NAME@(@PARAMETERS@, void *work_memory, void *cuda_stream);
 
 #ifdef __cplusplus
 }
@@ -146,9 +147,10 @@ extern "C" size_t @NAME@_memory_bytes(@SIZES@) {
   return static_cast<size_t>(kernel_dispatcher::memory_bytes({@ONLY_SIZES@}));
 }
 
-extern "C" int @NAME@(@PARAMETERS@, void *memory, void *stream) {
-  for (const void *tensor : {@TENSORS@})
-    if (!kernel_dispatcher::aligned(tensor)) return cudaErrorMisalignedAddress;
-  return kernel_dispatcher::enqueue({@ARGUMENTS@}, memory, static_cast<cudaStream_t>(stream));
+extern "C" int @NAME@(@PARAMETERS@, void *work_memory, void *cuda_stream) {
+  const void *all_tensors[] = {@TENSORS@};
+  for (const void *each_tensor : all_tensors)
+    if (!kernel_dispatcher::aligned(each_tensor)) return cudaErrorMisalignedAddress;
+  return kernel_dispatcher::enqueue({@ARGUMENTS@}, work_memory, static_cast<cudaStream_t>(cuda_stream));
 }
 """

@@ -96,7 +96,7 @@ def _convolution(step: Convolution, rank: int) -> str:
 
 def inputs(problem: Problem) -> list[Parameter]:
     """Tensors that a call of the model brings: the pipeline's input, and others with as many batch items."""
-    source = problem.pipeline[0].source or problem.tensors[0].name
+    source = problem.source
     first = next(tensor for tensor in problem.tensors if tensor.name == source)
     batch = (first.shape or [None])[0]
     weights = {spec.fields.get("weight") for spec in problem.pipeline}
@@ -114,7 +114,12 @@ def parameters(problem: Problem) -> list[Parameter]:
 
 
 def _arguments(problem: Problem) -> str:
-    return ", ".join(f"torch::Tensor {spelled(tensor.name, 'cu')}" for tensor in problem.tensors)
+    return ", ".join(f"torch::Tensor {_local(tensor.name)}" for tensor in problem.tensors)
+
+
+def _local(name: str) -> str:
+    """The name of a tensor in C++, which no other variable there has."""
+    return f"{name}_tensor"
 
 
 def _binding(request: ExportRequest, operator: Operator) -> str:
@@ -127,22 +132,22 @@ def _binding(request: ExportRequest, operator: Operator) -> str:
     seen: dict[str, str] = {}
     for tensor in problem.tensors:
         for axis, extent in enumerate(tensor.shape or ()):
-            seen.setdefault(str(extent), f"{spelled(tensor.name, 'cu')}.size({axis})")
+            seen.setdefault(str(extent), f"{_local(tensor.name)}.size({axis})")
     element, kind = _ELEMENTS[operator.dtype], _TORCH_TYPES[operator.dtype]
     lines = []
     for tensor in problem.tensors:
-        name = spelled(tensor.name, "cu")
+        name = _local(tensor.name)
         axes = len(tensor.shape or ())
         lines += [
             f"TORCH_CHECK({name}.is_cuda() && {name}.scalar_type() == torch::k{kind} && {name}.dim() == {axes},",
             f'            "{name}: expected {axes} axes of {operator.dtype} on a CUDA device");',
             f"{name} = {name}.contiguous();",
-            f"kernel_dispatcher::point(a.{name}, {name}.data_ptr<{element}>());",
+            f"kernel_dispatcher::point(a.{spelled(tensor.name, 'cu')}, {name}.data_ptr<{element}>());",
         ]
     numbers = {**operator.sizes, **operator.scalars}
     lines += [f"a.{spelled(name, 'cu')} = {seen.get(name, c_text(value))};" for name, value in numbers.items()]
     shape = ", ".join(c_text(extent) for extent in symbolic.output_shape)
-    source = spelled(operator.source, "cu")
+    source = _local(operator.source)
     output = spelled(problem.output.name, "cu")
     filled = "".join(f"  {line}\n" for line in lines)
     names = {"parameters": _arguments(problem), "source": source, "output": output, "element": element}

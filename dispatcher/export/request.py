@@ -11,7 +11,7 @@ from dispatcher.ops.symbols import ScalarSymbol, Symbol
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.model import Problem
-from dispatcher.problem.operator import Operator, bind
+from dispatcher.problem.operator import Operator, bind, check_c_type
 from dispatcher.problem.userkernel import spelled
 
 #: The case that is taken where none is named: what others publish times of.
@@ -36,6 +36,7 @@ def make_request(
     named = list(dict.fromkeys(cases)) or [name for name in PUBLISHED if name in problem.cases][:1]
     if not named:
         raise InputError(f"{problem.name} has neither a case {' nor '.join(PUBLISHED)}; name one with --case")
+    check_c_type(dtype, "an exported program")
     operators = {
         name: bind_numbers(problem, {}, "export", case=name, dtype=dtype, precision=precision) for name in named
     }

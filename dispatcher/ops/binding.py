@@ -313,15 +313,15 @@ def pool(form: ReductionForm) -> Builder:
                 raise binding.fail(
                     f"padding on axis {name} is {max(before, after)}; it must be at most half the window ({reach})"
                 )
-            if reach > extent + before + after:
-                raise binding.fail(
-                    f"window on axis {name} is {reach}, larger than its input ({extent + before + after}); the output "
-                    "would be empty"
-                )
             left = extent + before + after - reach
             last = left // stride[i]
             if binding["ceil_mode"]:  # one more, where it begins inside the input or its padding before it
                 last = smaller(-(-left // stride[i]), (extent + before - 1) // stride[i])
+            if last < 0:
+                raise binding.fail(
+                    f"window on axis {name} is {reach}, larger than its input ({extent + before + after}); the output "
+                    "would be empty"
+                )
             pooled.append(last + 1)
             pairs.append((before, after))
         if divisor is not None and divisor < 1:

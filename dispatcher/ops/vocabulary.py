@@ -34,6 +34,7 @@ from dispatcher.ops.binding import (
 )
 from dispatcher.ops.forms import MAX, MIN, PRODUCT, SUM, PointwiseForm, ReductionForm
 from dispatcher.ops.steps import AXES, Pool, ScalarOperand, Softmax, ValueOperand
+from dispatcher.ops.symbols import Symbol
 
 
 # ---- operations that others make up ------------------------------------------------------------------------
@@ -71,9 +72,10 @@ def adaptive(op: str, form: ReductionForm) -> Builder:
             if sizes[place] < 1:
                 raise binding.fail(f"size on axis {name} is {sizes[place]}; it must be 1 or more")
         pairs = list(zip(extents, sizes, strict=True))
-        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most.
-        window = tuple(-(-(extent + size - math.gcd(extent, size)) // size) for extent, size in pairs)
-        if all(extent % size == 0 for extent, size in pairs):
+        # A window begins at o*extent/size, whose fraction is 1 - gcd/size at most; the gcd of symbols is 1 at least.
+        known = not any(isinstance(number, Symbol) for pair in pairs for number in pair)
+        window = tuple(-(-(extent + size - (math.gcd(extent, size) if known else 1)) // size) for extent, size in pairs)
+        if known and all(extent % size == 0 for extent, size in pairs):
             binding.then(op, window=window)
         else:
             base = binding.base((*binding.input_shape[:2], *sizes))

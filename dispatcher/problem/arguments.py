@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from dispatcher.errors import DtypeError, GeometryError, InputError, one_of, suggest
 from dispatcher.ops.steps import SPATIAL_NAMES
-from dispatcher.problem.arrays import TensorArgument, tensor_argument
+from dispatcher.problem.arrays import TensorArgument, float_name, tensor_argument
 from dispatcher.problem.expressions import MAX_VALUE
 from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Parameter, Problem
-from dispatcher.problem.operator import DTYPES, Operator, bind
+from dispatcher.problem.operator import DTYPES, Operator, bind, storage_dtype
 from dispatcher.problem.values import real_value, size_value, unwrapped
 
 
@@ -132,7 +130,7 @@ def axis_values(name: str, value: Any, long_names: Sequence[str]) -> tuple[int, 
     Raises:
         InputError: another count, or a value that is not a size.
     """
-    value = unwrapped(value)
+    value = unwrapped(value, name)
     if not isinstance(value, list | tuple):
         return (size_value(name, value),) * len(long_names)
     if len(value) != len(long_names):
@@ -177,7 +175,7 @@ def bind_arguments(
         scalars[parameter.name] = float(value)
     operator = bind(problem, sizes, scalars, dtype=chosen, precision=precision)
     for name, shape in {**operator.tensor_shapes, problem.output.name: operator.output_shape}.items():
-        size = math.prod(shape) * np.dtype(chosen).itemsize
+        size = math.prod(shape) * storage_dtype(chosen).itemsize
         if size > MAX_VALUE:
             raise GeometryError(f"tensor {name} of shape {shape} has {size} bytes; no memory holds 2**63 of them")
     return operator
@@ -248,16 +246,16 @@ def common_dtype(tensors: Mapping[str, TensorArgument], requested: str | None) -
     for name, tensor in tensors.items():
         if tensor.dtype is None:
             continue
-        if tensor.dtype.kind == "f":
-            own = tensor.dtype.newbyteorder("=").name
-            said = f"tensor {name} has dtype {own}"
-        else:
+        own = float_name(tensor.dtype)
+        said = f"tensor {name} has dtype {tensor.dtype.newbyteorder('=').name}"
+        if own is None:
             own = requested or "float32"
-            said = f"tensor {name} has dtype {tensor.dtype.name} (read as {own})"
+            said += f" (read as {own})"
         if chosen is None:
             chosen, because = own, said
         elif own != chosen:
-            raise DtypeError(f"{said}, but {because}; all must agree: convert with {name}.astype({chosen!r})")
+            convert = f"to(torch.{chosen})" if tensor.of_torch else f"astype({chosen!r})"
+            raise DtypeError(f"{said}, but {because}; all must agree: convert with {name}.{convert}")
     return chosen or "float32"
 
 

@@ -1,6 +1,6 @@
 """Arrays that a caller passes: what they are, as backends take them, and where a result may go.
 
-Dtypes: float16, float32 and float64 stay what they are; integers and bool become float32; anything else is
+Dtypes: float16, bfloat16, float32 and float64 stay what they are; integers and bool become float32; anything else is
 an error. All tensors of a call share one dtype. A list or tuple has no dtype of its own: it takes the other
 tensors', or float32 when there are none.
 """
@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from dispatcher.errors import DtypeError, InputError, first_line
-from dispatcher.problem import dlpack
+from dispatcher.problem import dlpack, torchtensors
 from dispatcher.problem.messages import brief
 from dispatcher.problem.operator import DTYPES
 
@@ -47,17 +47,20 @@ class TensorArgument:
         shape: its extents.
         dtype: its dtype; None for a sequence of numbers, which takes the other tensors' dtype.
         on_device: True for an array on a CUDA device, which has ``__cuda_array_interface__``, and for one of PyOpenCL.
+        of_torch: True where the caller passed a tensor of PyTorch.
     """
 
     array: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None
     on_device: bool = False
+    of_torch: bool = False
 
 
 # ---- what was passed ---------------------------------------------------------------------------------------
 def tensor_argument(name: str, value: Any) -> TensorArgument:
-    """Look at a tensor: a NumPy array, anything NumPy can read as one (by DLPack where it offers nothing else), or an
+    """Look at a tensor: a NumPy array, a tensor of PyTorch, an array of PyOpenCL,
+    anything NumPy can read as an array (by DLPack where it offers nothing else), or an
     array on a CUDA device that offers ``__cuda_array_interface__`` or DLPack.
 
     Nothing is copied where NumPy can avoid it, and nothing but Python's own sequences is read element by element. What
@@ -71,6 +74,8 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
         return value
     if on_opencl(value):
         return TensorArgument(value, value.shape, _checked_dtype(name, value.dtype), True)
+    if torchtensors.is_tensor(value):
+        return _of_torch(name, value)
     if not isinstance(value, np.ndarray):
         found = _on_device(name, value)
         if found is None and dlpack.on_cuda(name, value):
@@ -91,6 +96,15 @@ def tensor_argument(name: str, value: Any) -> TensorArgument:
         raise InputError(f"tensor {name} cannot be read as an array: {first_line(error)}") from error
     dtype = _checked_dtype(name, array.dtype)
     return TensorArgument(array, array.shape, None if isinstance(value, list | tuple) else dtype)
+
+
+def _of_torch(name: str, tensor: Any) -> TensorArgument:
+    if tensor.device.type == "cuda":
+        found = _on_device(name, torchtensors.device_view(name, tensor))
+        assert found is not None
+        return replace(found, of_torch=True)
+    array = torchtensors.host_view(name, tensor)
+    return TensorArgument(array, array.shape, array.dtype, of_torch=True)
 
 
 #: What NumPy reads an array from by itself.
@@ -175,13 +189,19 @@ def _on_device(name: str, value: Any) -> TensorArgument | None:
         raise InputError(
             f"tensor {name} has a __cuda_array_interface__ that cannot be read: {first_line(error)}"
         ) from error
-    if dtype.kind != "f":
+    if float_name(dtype) is None:
         raise DtypeError(f"tensor {name} has dtype {dtype} on its device; expected {', '.join(DTYPES)}")
     return TensorArgument(value, shape, _checked_dtype(name, dtype), True)
 
 
+def float_name(dtype: np.dtype[Any]) -> str | None:
+    """Which of :data:`DTYPES` a dtype is, in whatever byte order; None for others."""
+    name = dtype.newbyteorder("=").name
+    return name if name in DTYPES else None
+
+
 def _checked_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.kind in "biu" or (dtype.kind == "f" and dtype.newbyteorder("=").name in DTYPES):
+    if dtype.kind in "biu" or float_name(dtype) is not None:
         return dtype
     raise DtypeError(f"tensor {name} has dtype {dtype}; expected {', '.join(DTYPES)}, an integer type or bool")
 
@@ -200,7 +220,9 @@ def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def snapshot(tensor: TensorArgument) -> TensorArgument:
-    """A tensor that later changes to the caller's array do not reach. Arrays on a device are not copied."""
+    """A tensor that changes to the caller's array do not reach. Of those on a device, PyTorch's alone are copied."""
+    if isinstance(tensor.array, torchtensors.DeviceView):
+        return replace(tensor, array=tensor.array.copied())
     return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
 
 

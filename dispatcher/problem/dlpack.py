@@ -14,6 +14,7 @@ from dispatcher.errors import InputError
 KDL_CUDA = 2
 _KDL_CUDA_MANAGED = 13
 _KDL_FLOAT = 2
+_KDL_BFLOAT = 4
 _LEGACY_DEFAULT_STREAM = 1
 
 
@@ -83,7 +84,8 @@ def capsule(owner: Any, address: int, shape: tuple[int, ...], dtype: np.dtype[An
     """A capsule for a C-contiguous array at ``address``; keeps ``owner`` alive as long as it is in use."""
     extents = (ctypes.c_int64 * len(shape))(*shape)
     steps = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-    kind = _DataType(_KDL_FLOAT, 8 * dtype.itemsize, 1)
+    code = _KDL_BFLOAT if dtype.name == "bfloat16" else _KDL_FLOAT
+    kind = _DataType(code, 8 * dtype.itemsize, 1)
     tensor = _Tensor(address, _Device(KDL_CUDA, device), len(shape), kind, extents, steps, 0)
     managed = ManagedTensor(tensor, None, _delete)
     where = ctypes.addressof(managed)
@@ -132,16 +134,17 @@ def take(name: str, value: Any) -> TakenArray:
     managed = ManagedTensor.from_address(address)
     tensor = managed.tensor
     kind = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
-    if kind not in {(_KDL_FLOAT, bits, 1) for bits in (16, 32, 64)}:  # the capsule, not renamed, frees it
+    known = {(_KDL_FLOAT, bits, 1): f"float{bits}" for bits in (16, 32, 64)} | {(_KDL_BFLOAT, 16, 1): "bfloat16"}
+    if kind not in known:  # the capsule, not renamed, frees it
         raise InputError(
-            f"tensor {name} has DLPack dtype (code, bits, lanes) {kind}; expected float16, float32 or float64"
+            f"tensor {name} has DLPack dtype (code, bits, lanes) {kind}; expected float16, bfloat16, float32 or float64"
         )
     size = tensor.dtype.bits // 8
     shape = tuple(tensor.shape[: tensor.ndim])
     strides = tuple(size * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     _set_name(handed, _TAKEN_NAME)
     place = ((tensor.data or 0) + tensor.byte_offset, False)
-    result = TakenArray({"shape": shape, "typestr": f"<f{size}", "data": place, "strides": strides, "version": 3})
+    result = TakenArray({"shape": shape, "typestr": known[kind], "data": place, "strides": strides, "version": 3})
     weakref.finalize(result, _give_back, address)
     return result
 

@@ -118,6 +118,11 @@ class Problem:
         return tuple(p for p in self.parameters if p.type == "tensor" and p.const)
 
     @property
+    def source(self) -> str:
+        """Name of the tensor that the pipeline begins with: the first one, unless the first step names another."""
+        return self.pipeline[0].source or self.tensors[0].name
+
+    @property
     def output(self) -> Parameter:
         """The output tensor."""
         return next(p for p in self.parameters if p.type == "tensor" and not p.const)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dispatcher.errors import DtypeError, InputError, one_of
+from dispatcher.errors import DtypeError, InputError, install, one_of
 from dispatcher.ops.binding import Binding, Bound, Field, default_of
 from dispatcher.ops.steps import (
     Convolution,
@@ -31,7 +31,7 @@ from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.model import Frozen, Problem, StepSpec
 
-DTYPES = ("float16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("fp32", "tf32")
 
 
@@ -46,7 +46,7 @@ class Operator:
         problem: what is computed.
         sizes: every ``size_t`` parameter.
         scalars: every ``double`` parameter.
-        dtype: of every tensor: ``float16`` (computed in float32), ``float32`` or ``float64``.
+        dtype: of every tensor: ``float16`` and ``bfloat16`` (both computed in float32), ``float32`` or ``float64``.
         precision: ``fp32``, or ``tf32`` where the user allows 10-bit mantissas in matrix products.
         steps: the bound pipeline.
         source: name of the tensor that is value 0.
@@ -97,17 +97,59 @@ class Operator:
     def ideal_bytes(self) -> int:
         """Bytes moved if each input were read once and each output written once."""
         elements = sum(math.prod(shape) for shape in self.tensor_shapes.values())
-        return (elements + math.prod(self.output_shape)) * np.dtype(self.dtype).itemsize
+        return (elements + math.prod(self.output_shape)) * storage_dtype(self.dtype).itemsize
 
     @property
     def mixes_batch(self) -> bool:
         """True when some step combines elements of different batch items."""
-        return any(isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes for step in self.steps)
+        return bool(self.mixing)
+
+    @property
+    def mixing(self) -> tuple[Step, ...]:
+        """The steps that combine elements of different batch items."""
+        return tuple(step for step in self.steps if isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes)
 
     @property
     def empty(self) -> bool:
         """True when the batch is empty, so that there is nothing to compute."""
         return math.prod(self.output_shape) == 0
+
+
+def storage_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of one of :data:`DTYPES`. Bfloat16 is no dtype of NumPy's own: ml_dtypes brings it.
+
+    Raises:
+        DtypeError: ml_dtypes is not installed.
+    """
+    if name == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401 (from here on NumPy knows the name)
+        except ImportError as error:
+            raise DtypeError(f"dtype bfloat16 needs ml_dtypes ({error}); {install('torch')}") from error
+    return np.dtype(name)
+
+
+def check_c_type(dtype: str | None, what: str) -> None:
+    """Check that C has a type for a dtype.
+
+    Args:
+        dtype: one of :data:`DTYPES`, or what a caller gave instead.
+        what: is written in C, for the message.
+
+    Raises:
+        DtypeError: it is bfloat16.
+    """
+    if dtype == "bfloat16":
+        raise DtypeError(f"dtype is bfloat16, which {what} cannot have; expected float16, float32 or float64")
+
+
+def limits_of(dtype: np.dtype[Any] | str) -> Any:
+    """What ``np.finfo`` says of one of :data:`DTYPES`, also of bfloat16."""
+    if np.dtype(dtype).name != "bfloat16":
+        return np.finfo(dtype)
+    import ml_dtypes
+
+    return ml_dtypes.finfo(dtype)
 
 
 def operator_dict(operator: Operator) -> dict[str, Any]:
@@ -149,6 +191,7 @@ def bind(
     """
     if dtype not in DTYPES:
         raise DtypeError(f"dtype is {dtype}; expected one of {', '.join(DTYPES)}")
+    storage_dtype(dtype)
     check_precision(precision)
     if precision == "tf32" and dtype != "float32":
         raise InputError(f"precision tf32 needs dtype float32, got {dtype}; leave precision out")
@@ -159,7 +202,7 @@ def bind(
         for expression, extent in zip(tensor.shape, shapes[tensor.name], strict=True):
             if extent < 0:
                 raise InputError(f"tensor {tensor.name}: extent {expression} is {extent}; it must be 0 or more")
-    source = problem.pipeline[0].source or problem.tensors[0].name
+    source = problem.source
     binder = _Binder(problem.rank, sizes, scalars, shapes, source)
     for position, spec in enumerate(problem.pipeline, start=1):
         binder.add(position, spec)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import InputError
+from dispatcher.problem import torchtensors
 from dispatcher.problem.expressions import MAX_VALUE
 from dispatcher.problem.messages import brief
 
@@ -18,15 +19,17 @@ from dispatcher.problem.messages import brief
 NOT_NUMBERS = (bool, np.timedelta64)
 
 
-def unwrapped(value: Any) -> Any:
+def unwrapped(value: Any, name: str = "a size or scalar") -> Any:
     """``value`` with Python's numbers, truth values and texts in place of NumPy's, and of its arrays without axes; a
-    list, a tuple or an array with one axis (as a list) likewise."""
+    list, a tuple or an array with one axis (as a list) likewise. Tensors of PyTorch are treated as arrays are."""
+    if torchtensors.is_tensor(value):
+        return torchtensors.number(name, value)
     if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
         return value.item() if value.dtype.kind in "biufU" else value
     if isinstance(value, tuple):
-        return tuple(map(unwrapped, value))
+        return tuple(unwrapped(part, name) for part in value)
     if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1):
-        return list(map(unwrapped, value))
+        return [unwrapped(part, name) for part in value]
     return value
 
 
@@ -43,7 +46,7 @@ def whole_value(name: str, value: Any, least: int, most: int, wanted: str) -> in
     Raises:
         InputError: it is anything else.
     """
-    given = unwrapped(value)
+    given = unwrapped(value, name)
     try:
         number = least - 1 if isinstance(given, bool) else operator.index(given)
     except Exception:  # whatever the object's own conversion raises: it is no number
@@ -61,7 +64,7 @@ def real_value(
     Raises:
         InputError: it is anything else, or ``fits`` refuses it.
     """
-    given = unwrapped(value)
+    given = unwrapped(value, name)
     number = math.nan
     try:
         if not isinstance(given, NOT_NUMBERS) and isinstance(given, numbers.Real):

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.errors import DispatcherError, InputError, KernelError, install
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.model import Problem
-from dispatcher.problem.operator import operator_dict
+from dispatcher.problem.operator import operator_dict, storage_dtype
 from dispatcher.scale.storage import batch_chunk, make_array, open_array, write_items
-from dispatcher.scale.work import BatchPlan, Work, input_name, plan_batch, stand_in
+from dispatcher.scale.work import BatchPlan, Work, plan_batch, stand_in
 
 #: Bytes of inputs and results of a chunk, about, where nobody says how long chunks are.
 CHUNK_BYTES = 32 << 20
@@ -133,7 +133,7 @@ def map_files(
         InputError: an argument is wrong, or what is there was made by another call.
         DispatcherError: a chunk failed twice; the message names its items.
     """
-    array, name = open_array(source), input_name(problem)
+    array, name = open_array(source), problem.source
     if source == output:
         raise InputError(f"input and output are both {str(source)!r}; give the output a place of its own")
     if not output.parent.is_dir():
@@ -170,7 +170,7 @@ def _item_bytes(plan: BatchPlan, name: str) -> int:
     """Bytes of a batch item, and of its result."""
     operator = plan.operator
     shapes = (operator.tensor_shapes[name], operator.output_shape)
-    return sum(int(np.prod(shape[1:])) for shape in shapes) * np.dtype(operator.dtype).itemsize
+    return sum(int(np.prod(shape[1:])) for shape in shapes) * storage_dtype(operator.dtype).itemsize
 
 
 # ---- what is there already ---------------------------------------------------------------------------------
@@ -232,13 +232,13 @@ Run = Callable[[Job, Work, Sequence[int]], Iterator[int]]
 @contextmanager
 def _engine(workers: int | None, scheduler: str | None) -> Iterator[Run]:
     """What runs chunks, and yields the items of each when it is done."""
+    if workers is None and scheduler is None:
+        yield _threads
+        return
     try:
-        if workers is None and scheduler is None:
-            yield _threads
-            return
         from distributed import Client, LocalCluster
     except ImportError as error:
-        raise InputError("workers need the extra scale: pip install 'kernel-dispatcher[scale]'") from error
+        raise InputError(f"workers need the extra scale: {install('scale')}") from error
     if scheduler is not None:
         try:
             client = Client(scheduler, timeout=10)

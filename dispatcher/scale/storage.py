@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.errors import InputError
+from dispatcher.errors import InputError, install
 from dispatcher.problem.messages import brief
 
 SUFFIXES = (".npy", ".zarr")
@@ -67,5 +67,5 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError as error:
-        raise InputError("Zarr arrays need the extra scale: pip install 'kernel-dispatcher[scale]'") from error
+        raise InputError(f"Zarr arrays need the extra scale: {install('scale')}") from error
     return zarr

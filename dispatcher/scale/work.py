@@ -13,7 +13,6 @@ import numpy as np
 from dispatcher.call.compiled import CompiledOperator, compile
 from dispatcher.device.splitting import batch_parameter, batched_tensors
 from dispatcher.errors import InputError
-from dispatcher.ops.steps import Normalize, Reduce, Softmax
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
@@ -76,11 +75,6 @@ class BatchPlan:
         )  # fmt: skip
 
 
-def input_name(problem: Problem) -> str:
-    """The tensor that the pipeline begins with."""
-    return problem.pipeline[0].source or problem.tensors[0].name
-
-
 def plan_batch(
     problem: Problem, arguments: Mapping[str, Any], *, case: str | None, dtype: str | None, precision: str
 ) -> BatchPlan:
@@ -99,13 +93,8 @@ def plan_batch(
     sorted_arguments = sort_arguments(problem, dict(arguments))
     operator = bind_arguments(problem, sorted_arguments, case=case, dtype=dtype, precision=precision)
     parameter, reason = batch_parameter(operator)
-    mixing = [
-        step.op.partition(".")[0]
-        for step in operator.steps
-        if isinstance(step, Normalize | Softmax | Reduce) and 0 in step.axes
-    ]
-    if mixing:
-        reason = f"step {mixing[0]} mixes batch items"
+    if operator.mixing:
+        reason = f"step {operator.mixing[0].op.partition('.')[0]} mixes batch items"
     if reason:
         raise InputError(f"{problem.name} cannot be worked on in chunks of its batch: {reason}; use run")
     batched = frozenset(batched_tensors(operator, parameter))

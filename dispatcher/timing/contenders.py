@@ -19,7 +19,7 @@ from dispatcher.device import machine
 from dispatcher.device.selection import backend_devices, describe
 from dispatcher.device.splitting import JoinedDevice, backend_of, batch_parameter, batched_tensors, with_batch
 from dispatcher.errors import DispatcherError, InputError, KernelError, VerificationError
-from dispatcher.interface import Device, Measurable, Roofline, Tensors, Timings
+from dispatcher.interface import Device, Measurable, Roofline, Tensors, Timings, bits_of
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.peers import PEER_SLACK, PEERS, PeerCall, Unsupported, environment_kept
 from dispatcher.timing.results import STATES, Benchmark, Condition, Failure, PeerBenchmark, State
@@ -315,7 +315,7 @@ class Witness:
 
     def see(self, contender: Contender, result: np.ndarray) -> None:
         """Take in the result of a call, which may be overwritten afterwards."""
-        digest = (result.shape, str(result.dtype), zlib.crc32(np.ascontiguousarray(result).data))
+        digest = (result.shape, str(result.dtype), zlib.crc32(bits_of(np.ascontiguousarray(result)).data))
         if digest in contender.seen:
             return
         contender.seen.add(digest)

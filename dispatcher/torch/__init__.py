@@ -1,6 +1,7 @@
 """Dispatcher for users of PyTorch. Importing this package imports PyTorch; ``import dispatcher`` never does.
 
-``import_module`` makes a problem out of a module.
+``custom_op`` makes an operator of PyTorch out of a problem, ``compile`` runs a module here as far as it can, ``report``
+says what went where and why, and ``import_module`` makes a problem out of a module.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import torch as _torch  # noqa: F401 (whoever lacks it learns so here)
 
 if TYPE_CHECKING:  # an alias of the same name exports it
     from dispatcher.errors import UnsupportedError as UnsupportedError
+    from dispatcher.torch.compiler import compile as compile
+    from dispatcher.torch.compiler import report as report
     from dispatcher.torch.importing import Imported as Imported
     from dispatcher.torch.importing import import_module as import_module
+    from dispatcher.torch.operators import custom_op as custom_op
 
-_HOMES = {"importing": ("Imported", "UnsupportedError", "import_module")}
+_HOMES = {
+    "compiler": ("compile", "report"),
+    "importing": ("Imported", "UnsupportedError", "import_module"),
+    "operators": ("custom_op",),
+}
 _LAZY = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [*_LAZY]  # noqa: PLE0604 (texts, all of them)

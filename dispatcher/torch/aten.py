@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from dispatcher.torch.draft import RefusedError, SymbolicError, Value, fixed, is_one
-from dispatcher.torch.graph import Array, Constant, Graph, Handler, relaid, whole
+from dispatcher.torch.graph import Array, Constant, Graph, Handler, equal, relaid, whole
 
 _Handler = TypeVar("_Handler", bound=Handler)
 
@@ -154,6 +154,20 @@ def _prelu(graph: Graph, x: Any, weight: Any, **_: Any) -> Array:
 def _softshrink(graph: Graph, x: Any, lambd: Any, **_: Any) -> Array:
     bound = number_of(lambd)
     return combined(graph, "subtract", x, chain(graph, x, ("clamp", {"min": -bound, "max": bound})))
+
+
+@handles("gt", "ge")
+def _above(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    return chain(graph, x, ("gt", {"value": number_of(other)}))
+
+
+@handles("where")
+def _where(graph: Graph, condition: Any, x: Any = None, other: Any = None, **_: Any) -> Array:
+    """``x`` where ``x > 0``, else ``slope * x``."""
+    above, value, below = (array_of(each).value for each in (condition, x, other))
+    if (above.op, above.operand, below.op) != ("gt", 0.0, "scale") or not above.source is below.source is value:
+        raise RefusedError("of all choices, only x where x > 0, else slope * x, has a step")
+    return chain(graph, x, ("leaky_relu", {"slope": number_of(below.operand)}))
 
 
 @handles("pow")
@@ -418,8 +432,21 @@ def _dropout(graph: Graph, x: Any, p: Any, train: bool | None, **_: Any) -> Any:
     *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze"),
     *("ravel", "atleast_1d", "_reshape_alias", "squeeze_copy", "view_copy", "unsqueeze_copy"),
 )
-def _view(graph: Graph, x: Any, **_: Any) -> Array:
+def _view(graph: Graph, x: Any, **_: Any) -> Any:
+    if isinstance(x, Constant):  # an input
+        before, after = ([size for size in sizes if not is_one(size)] for sizes in (x.sizes, graph.sizes))
+        if len(before) != len(after) or not all(map(equal, before, after)):
+            raise RefusedError(f"it views {x.name} in a shape that it is not given in")
+        return Constant(x.name, None, graph.sizes, given=x.given)
     return relaid(array_of(x), graph.sizes)
+
+
+@handles("slice")
+def _slice(graph: Graph, x: Any, **_: Any) -> Any:
+    sizes = x.sizes if isinstance(x, Array | Constant) else ()
+    if len(sizes) != len(graph.sizes) or not all(map(equal, sizes, graph.sizes)):
+        raise RefusedError("it takes a part of a tensor")
+    return x
 
 
 @handles("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "numpy_T", "mT", "permute_copy")

@@ -38,6 +38,11 @@ def settled(extent: Extent) -> Extent:
     return int(extent.node.expr) if known else extent
 
 
+def example(extent: Extent) -> int:
+    """What an extent is in the example inputs."""
+    return extent if isinstance(extent, int) else int(extent.node.hint)
+
+
 def fixed(extent: Extent) -> int:
     """An extent that does not vary.
 
@@ -188,12 +193,12 @@ class Written:
     Attributes:
         mapping: with the keys of a problem file.
         tensors: the tensors that are no inputs of the module, by parameter name.
-        inputs: the module's inputs that the problem has, by parameter name.
+        inputs: the parameters that are the module's inputs, by the input's name.
     """
 
     mapping: dict[str, Any]
     tensors: dict[str, Any]
-    inputs: dict[str, Tensor]
+    inputs: dict[str, str]
 
 
 def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: str) -> Written:
@@ -211,9 +216,16 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
     names = Names()
     order = [source.tensor, *(each for value in steps for each in value.fields.values() if isinstance(each, Tensor))]
     tensors = {id(each): each for each in order if each is not None}
-    called = {id(source): names.new(source.tensor.name)} if source.tensor is not None else {}
-    called |= {key: names.new(each.name) for key, each in tensors.items() if each is not source.tensor}
-    called[id(source.tensor)] = called[id(source)]
+    called: dict[int, str] = {}
+    inputs: dict[str, str] = {}
+    for key, each in tensors.items():
+        if each.data is None and each.name in inputs:  # along other axes here
+            called[key] = inputs[each.name]
+            continue
+        called[key] = names.new(each.name)
+        if each.data is None:
+            inputs[each.name] = called[key]
+    called[id(source)] = called[id(source.tensor)]
     sizes: dict[Any, str] = {}  # by symbol
     hints: dict[str, int] = {}
     parameters: dict[str, Any] = {}
@@ -227,7 +239,7 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
             symbol = extent.node.expr
             if symbol.is_Symbol and symbol not in sizes:
                 sizes[symbol] = names.new(word)
-                hints[sizes[symbol]] = int(extent.node.hint)
+                hints[sizes[symbol]] = example(extent)
             extents.append(_expression(symbol, sizes))
         parameters[called[key]] = extents
     parameters["output"] = "output"
@@ -241,7 +253,7 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
         mapping["rank"] = draft.rank
     mapping |= {"parameters": parameters, "pipeline": pipeline, "cases": {"sample": hints}}
     inside = {called[key]: each.data for key, each in tensors.items() if each.data is not None}
-    return Written(mapping, inside, {called[key]: each for key, each in tensors.items() if each.data is None})
+    return Written(mapping, inside, inputs)
 
 
 def _expression(extent: Any, sizes: Mapping[Any, str]) -> str:

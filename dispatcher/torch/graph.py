@@ -78,12 +78,14 @@ class Constant:
         data: the tensor; None for an input of the module that steps combine with.
         sizes: of its dimensions.
         literal: whether it is a number that was written in the code, where it has one element.
+        given: sizes of the dimensions that an input is given with; this one may lack some of size 1, or have more.
     """
 
     name: str
     data: Any
     sizes: tuple[Extent, ...]
     literal: bool = False
+    given: tuple[Extent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ class Graph:
         if node is self.source:
             return self._input(node)
         if node.op == "placeholder":
-            return Constant(node.name, None, extents(node.meta["val"].shape))
+            sizes = extents(node.meta["val"].shape)
+            return Constant(node.name, None, sizes, given=sizes)
         meta = node.meta.get("val")
         if isinstance(meta, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
             return settled(meta) if isinstance(meta, torch.SymInt) else meta
@@ -303,7 +306,7 @@ class Graph:
         if key in self._tensors:
             return self._tensors[key]
         if data is None:
-            if order != tuple(range(len(shape))) or shape != constant.sizes:
+            if order != tuple(range(len(shape))) or shape != constant.given:
                 raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
         else:
             data = data.detach()
@@ -328,10 +331,10 @@ class Graph:
         flat = [axis for axes in used for axis in axes]
         all_axes = (0, 1, *self.draft.spatial)
         standard = [axis for axis, size in zip(all_axes[-len(sizes) :], sizes, strict=False) if not is_one(size)]
+        if constant.data is None:
+            return self._placed_input(constant, [axes for axes in used if axes])
         if flat == standard and all(len(axes) < 2 for axes in used) and len(constant.sizes) <= len(all_axes):
             return self.tensor(constant, constant.sizes or (1,))
-        if constant.data is None:
-            return self._placed_input(constant, used)
         extents = [beside.value.shape[axis] for axis in flat]
         order = sorted(range(len(flat)), key=flat.__getitem__)
         moved = self.tensor(constant, extents, order)
@@ -343,13 +346,18 @@ class Graph:
         return self._tensors[key]
 
     def _placed_input(self, constant: Constant, used: Sequence[tuple[int, ...]]) -> Tensor:
-        """An input of the module whose dimensions lie along these axes."""
-        axes = assign(tuple(used), (0, 1, *self.draft.spatial)) if all(len(each) < 2 for each in used) else None
-        if axes is None or len(axes) != len(constant.sizes):
+        """An input of the module, whose dimensions that are not of size 1 lie along these axes."""
+        all_axes = (0, 1, *self.draft.spatial)
+        rest = iter(used)
+        layout = tuple(() if is_one(size) else next(rest) for size in constant.given)
+        axes = assign(layout, all_axes)
+        if not axes:
             raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
-        key = (constant, tuple(axes), "along")
+        last = all_axes[len(all_axes) - len(axes) :]
+        along = None if assign(layout, last) else tuple(axes)
+        key = (constant.name, along)
         if key not in self._tensors:
-            self._tensors[key] = replace(self.tensor(constant), along=tuple(axes))
+            self._tensors[key] = Tensor(constant.name, None, constant.given, along)
         return self._tensors[key]
 
     # -- the end

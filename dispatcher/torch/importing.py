@@ -178,8 +178,7 @@ def translate(
         count = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"
         raise UnsupportedError(f"{count} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
     written = write(graph.draft, *last, title, name)
-    by_tensor = {tensor.name: parameter for parameter, tensor in written.inputs.items()}
-    read = tuple(None if node is None else by_tensor.get(node.name) for node in inputs)
+    read = tuple(None if node is None else written.inputs.get(node.name) for node in inputs)
     return Imported(problem_from_mapping(written.mapping), written.tensors, read, written.mapping)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dispatcher.torch.aten import HANDLERS, along, array_of, axes_of, combined, handles, number_of, reduced, unit_axes
-from dispatcher.torch.draft import RefusedError, fixed, is_one
+from dispatcher.torch.draft import RefusedError, example, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, assign, equal, placed, whole
 
 __all__ = ["HANDLERS"]  # with those of this module
@@ -258,6 +258,26 @@ def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
         shape = [*value.shape[:1], value.shape[1] + each.value.shape[1], *value.shape[2:]]
         value = graph.draft.step("cat", value, shape, value=each.value)
     return Array([value], first.layout, graph.sizes)
+
+
+@handles("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def _upsample(graph: Graph, x: Any, **_: Any) -> Array:
+    """Repeating each place is a transposed convolution of each channel with ones."""
+    array = array_of(x)
+    count = len(array.layout) - 2
+    spatial, axes = _windows(graph, array, count)
+    channels = fixed(array.value.shape[1])
+    factors = []
+    for size, before in zip(graph.sizes[2:], array.sizes[2:], strict=True):
+        factor = example(size) // example(before)
+        if not equal(size, before * factor):
+            raise RefusedError("it does not repeat each place equally often")
+        factors.append(factor)
+    dtype = graph.node.meta["val"].dtype
+    ones = torch.ones(channels, 1, *_spread_out(graph, factors, spatial, 1), dtype=dtype)
+    weight = graph.tensor(Constant(f"{graph.node.name}_ones", ones, tuple(ones.shape)))
+    fields = {"weight": weight, "stride": _spread_out(graph, factors, spatial, 1), "groups": channels}
+    return _result(graph, f"conv_transpose{graph.draft.rank}d", array, axes, fields)
 
 
 @handles("pad", "constant_pad_nd")

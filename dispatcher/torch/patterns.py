@@ -14,7 +14,7 @@ from dispatcher.torch.draft import Draft, Value
 Rule = Callable[[Draft, Value], Value | None]
 
 #: What only a rule may consume, since the vocabulary has no step for it.
-PARTS = frozenset(("cat", "erf", "log1p", "pad"))
+PARTS = frozenset(("cat", "erf", "gt", "log1p", "pad"))
 
 _ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -40,11 +40,11 @@ def _peeled(value: Value) -> Iterator[tuple[float, Value]]:
         yield number, value
 
 
-def _polynomial(value: Value, x: Value) -> dict[int, float] | None:
-    """The coefficients of a value as a polynomial of ``x``, by degree; None where it is none."""
+def _polynomial(value: Value, x: Value, steps: int = 8) -> dict[int, float] | None:
+    """The coefficients of a value as a polynomial of ``x``, by degree; None where it is none of so few steps."""
     if value is x:
         return {1: 1.0}
-    source = None if value.source is None else _polynomial(value.source, x)
+    source = None if value.source is None or not steps else _polynomial(value.source, x, steps - 1)
     if source is None:
         return None
     operand = value.operand
@@ -52,7 +52,7 @@ def _polynomial(value: Value, x: Value) -> dict[int, float] | None:
         return _product(source, source)
     other = {0: operand} if isinstance(operand, float) else None
     if isinstance(operand, Value):
-        other = _polynomial(operand, x)
+        other = _polynomial(operand, x, steps - 1)
     if other is None:
         return None
     if value.op == "scale":

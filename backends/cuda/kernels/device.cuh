@@ -1,8 +1,8 @@
 // What every kernel here shares: element types, functions for both precisions, and all inline PTX.
 //
 // Types, chosen by the host:
-//   STORAGE        what the caller's tensors hold: half_t, float or double
-//   COMPUTE        what sums and functions are computed in: float for half_t and float, double for double
+//   STORAGE        what the caller's tensors hold: half_t, bfloat_t, float or double
+//   COMPUTE        what sums and functions are computed in: double for double, float for all others
 //   INPUT, OUTPUT  what a kernel's x and y hold: STORAGE, or COMPUTE for a value between two launches
 //
 // CUSIM is defined when this source is compiled for a CPU that stands in for the device; then the PTX instructions
@@ -16,6 +16,19 @@ using half_t = _Float16;
 #include <cuda_fp16.h>
 using half_t = __half;
 #endif
+
+// The upper half of a float.
+struct bfloat_t {
+  unsigned short bits;
+
+  bfloat_t() = default;
+  // To the nearest one, of two the even. Rounding would carry a NaN over to an infinity or to a zero.
+  __device__ __forceinline__ explicit bfloat_t(float v) {
+    const unsigned whole = __float_as_uint(v);
+    bits = (unsigned short)(v != v ? whole >> 16 | 0x40 : (whole + 0x7fff + (whole >> 16 & 1)) >> 16);
+  }
+  __device__ __forceinline__ explicit operator float() const { return __uint_as_float((unsigned)bits << 16); }
+};
 
 using index_t = long long;
 

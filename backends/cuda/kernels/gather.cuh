@@ -13,8 +13,8 @@
 #define EXPONENTS 2
 #define COMBINED 3
 using State = GATHER_STATE;
-constexpr int GATHER_NUMBERS = GATHER == MOMENTS ? 3 : GATHER == EXPONENTS ? 2 : 1;
-constexpr int GATHERED = GATHER == MOMENTS ? 3 : GATHER == EXPONENTS ? 2 : 1;
+[[maybe_unused]] constexpr int GATHER_NUMBERS = GATHER == MOMENTS ? 3 : GATHER == EXPONENTS ? 2 : 1;
+[[maybe_unused]] constexpr int GATHERED = GATHER == MOMENTS ? 3 : GATHER == EXPONENTS ? 2 : 1;
 
 struct Gathered {
   double a, b, c;  // MOMENTS: count, mean, squares; EXPONENTS: maximum, sum; COMBINED: the combination

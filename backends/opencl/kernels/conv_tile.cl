@@ -7,32 +7,31 @@
 // Weights are stored in exactly this order, so they are read as one stream.
 //
 // Args:
-//   x        plane 0 of the box's packed input, at channel 0 of the group and at the tile's first position
-//   first    depth index of the input at the box's first row, for skipping planes outside the tensor, which add nothing
+//   packed   plane 0 of the box's packed input, at channel 0 of the group
+//   first_d first_h  input indices of the box's first position: planes and rows outside the tensor add nothing and are skipped
 //   rd rh rw the phase
 //   w        packed weights of this phase and channel tile: [KD taps][KH taps][KW taps][IC/groups][THREAD_C]
 //   md       row of the box along depth
-//   line     where the tile goes: line[(c*STRIDE_W)*LINE + lane]
+//   chunk    which tile of the line
+//   line     where the line's first channel goes: line[(c*STRIDE_W)*LINE + CHUNK_LINE[chunk] + lane]
 //   channel  first output channel, for the operands of the tail
-static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict x, const int first, const int rd, const int rh,
-                                      const int rw, global const REAL *restrict w, const int md,
-                                      global REAL *restrict line, global const REAL *restrict operands,
-                                      const int channel) {
+static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict packed, const int first_d, const int first_h, const int rd,
+                                      const int rh, const int rw, global const REAL *restrict w, const int md, const int chunk,
+                                      global REAL *restrict line, global const REAL *restrict operands, const int channel) {
   real_v acc[THREAD_C][TILE_W];
   #pragma unroll
   for (int c = 0; c < THREAD_C; c++)
     #pragma unroll
     for (int v = 0; v < TILE_W; v++) acc[c][v] = SPLAT(R(0.0));
-  const int step_d = TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C);
-  for (int td = 0; td < TAPS_D[rd]; td++) {
-    const int plane = md + SLOT_D[rd][td];
-    if ((uint)(first + INPUT_D[plane]) >= ID) {
-      w += step_d;
-      continue;
-    }
-    for (int th = 0; th < TAPS_H[rh]; th++)
+  for (int td = 0; td < TAPS_D[rd]; td++)
+    for (int th = 0; th < TAPS_H[rh]; th++) {
+      global const REAL *row = row_of_tap(packed, first_d, first_h, rd, rh, td, th, md, chunk);
+      if (!row) {
+        w += TAPS_W[rw] * (GROUP_IC * THREAD_C);
+        continue;
+      }
       for (int tw = 0; tw < TAPS_W[rw]; tw++) {
-        global const REAL *restrict xr = x + plane * PLANE + SLOT_H[rh][th] * PITCH + OFFSET_W[rw][tw];
+        global const REAL *restrict xr = row + OFFSET_W[rw][tw];
 #pragma unroll 1
         for (int i = 0; i < GROUP_IC; i++) {
           real_v xv[TILE_W];
@@ -48,7 +47,8 @@ static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict x, const int f
           w += THREAD_C;
         }
       }
-  }
+    }
+  line += CHUNK_LINE[chunk];
   #pragma unroll
   for (int c = 0; c < THREAD_C; c++)
     #pragma unroll

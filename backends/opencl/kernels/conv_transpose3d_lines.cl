@@ -138,8 +138,9 @@ static void store_rows(global REAL *restrict y, const int n, const int d, const 
 
 // counter: [0] the next item, [1] workers that are done; both zero before the launch and again after it. [2] is set when a core
 // that is right on finite data only met anything else; the caller then repeats the launch with the direct core.
-// The hint says that the kernel has vectors of its own: without it, Intel's compiler makes a second kernel over many work-items, which
-// nothing runs, and takes twenty times as long.
+//
+// The hint says that it has vectors of its own: without it, Intel's compiler makes a second kernel over many work-items as well, which
+// nobody runs, and takes up to twenty times as long.
 __attribute__((reqd_work_group_size(1, 1, 1), vec_type_hint(real_v)))
 kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restrict weights,
                         global const REAL *restrict operands, global REAL *restrict y, global REAL *restrict scratch,

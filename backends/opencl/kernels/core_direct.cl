@@ -3,17 +3,23 @@
 // The box's input rows are packed once, [plane][channel][row][PITCH], zero where a tap may reach outside along height and width;
 // planes outside the tensor are skipped. Every tap is then a shifted read of the packed lines. Where positions lie APART_W inputs
 // apart, a row is packed in PARTS_W parts, each with the inputs of one remainder PART_W, so that neighbours are read side by side;
-// along height and depth, the order of the rows (INPUT_H, INPUT_D) does the same.
+// along height and depth, the order of the rows (INPUT_H, INPUT_D) does the same. With USE_CHANNELS output channels are in the lanes,
+// positions STEP_W apart are read one by one, and rows stay as they are (APART_W 1).
 
-#if CHUNKS > WIDE_CHUNKS
-#define TILE_W 1
-#include "conv_tile.cl"
-#undef TILE_W
-#endif
-#if WIDE_CHUNKS > 0
-#define TILE_W THREAD_W
-#include "conv_tile.cl"
-#undef TILE_W
+// The packed row that tap (td, th) of a phase reads at the first position of a chunk of row md of the box along depth; null when all
+// that the chunk would read there lies outside the tensor, and adds nothing.
+static global const REAL *row_of_tap(global const REAL *restrict packed, const int first_d, const int first_h, const int rd,
+                                     const int rh, const int td, const int th, const int md, const int chunk) {
+  const int plane = md + SLOT_D[rd][td], row = SLOT_H[rh][th];
+  const bool inside = (uint)(first_d + INPUT_D[plane]) < ID && first_h + INPUT_H[row + CHUNK_FIRST_H[chunk]] < IH &&
+                      first_h + INPUT_H[row + CHUNK_LAST_H[chunk]] >= 0;
+  return inside ? packed + plane * PLANE + row * PITCH + CHUNK_X[chunk] : 0;
+}
+
+#if USE_CHANNELS
+#include "channels_tiles.cl"
+#else
+#include "conv_tiles.cl"
 #endif
 
 #if APART_W > 1 || BOX_W
@@ -36,6 +42,15 @@ static void pick_row(global REAL *restrict line, global const REAL *restrict row
     real_v value = (real_v)(low.even, high.even);
     PROLOGUE(value, channel);
     STORE_V(value, line + i);
+  }
+  // The last vector ends with the row: its lanes are the odd ones from one element earlier on, since nothing is read behind the row.
+  if (i < end && end - first >= VEC && start + 2 * (end - VEC) > 0) {
+    global const REAL *const last = row + start + 2 * (end - VEC) - 1;
+    const real_v low = LOAD_V(last), high = LOAD_V(last + VEC);
+    real_v value = (real_v)(low.odd, high.odd);
+    PROLOGUE(value, channel);
+    STORE_V(value, line + end - VEC);
+    i = end;
   }
 #endif
   for (; i < end; i += VEC) {
@@ -67,7 +82,7 @@ static void pack_box(global REAL *restrict packed, global const REAL *restrict x
 #else
           for (int part = 0; part < PARTS_W; part++)
             pick_row(line + c * CHANNEL + part * (ROWS * PITCH), source + (size_t)c * ((size_t)ID * IH * IW),
-                     (BOX_W ? (first_w + LOW_W) * APART_W : 0) + PART_W[part], PART_EXTENT[part], operands, c);
+                     (BOX_W ? first_w * STEP_W + LOW_W * APART_W : 0) + PART_W[part], PART_EXTENT[part], operands, c);
 #endif
       } else {
         for (int c = 0; c < IC; c++)
@@ -97,16 +112,8 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
         const int channel = group * GROUP_OC + c;
         for (int md = 0; md < BOX_D; md++) {
           global REAL *line = lines + ((size_t)(md * LINE_CHANNELS + channel) * STRIDE_W + rw) * LINE;
-          for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            global const REAL *xc = xg + CHUNK_X[chunk];
-            global REAL *lc = line + CHUNK_LINE[chunk];
-#if WIDE_CHUNKS > 0
-            if (chunk < WIDE_CHUNKS) PASTE(conv_tile_, THREAD_W)(xc, first_d * APART_D, rd, rh, rw, w, md, lc, operands, channel);
-#endif
-#if CHUNKS > WIDE_CHUNKS
-            if (chunk >= WIDE_CHUNKS) conv_tile_1(xc, first_d * APART_D, rd, rh, rw, w, md, lc, operands, channel);
-#endif
-          }
+          for (int chunk = 0; chunk < CHUNKS; chunk++)
+            conv_tile(xg, first_d * APART_D, first_h * APART_H, rd, rh, rw, w, md, chunk, line, operands, channel);
         }
       }
     }

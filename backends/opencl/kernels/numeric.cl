@@ -43,7 +43,22 @@ typedef PASTE(REAL, VEC) real_v;
 #else
 #define LANE0(v) ((v).s0)
 #endif
-#if VEC == 4
+// Compilers take long over many vectors that are put together lane by lane: one builtin does it where there is one.
+#if VEC > 1 && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE_V __builtin_shufflevector
+#endif
+#endif
+#if defined(SHUFFLE_V) && VEC == 4
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 4, 1, 5)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 2, 6, 3, 7)
+#elif defined(SHUFFLE_V) && VEC == 8
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 8, 1, 9, 2, 10, 3, 11)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 4, 12, 5, 13, 6, 14, 7, 15)
+#elif defined(SHUFFLE_V) && VEC == 16
+#define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif VEC == 4
 #define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0, a.s1, b.s1))
 #define INTERLEAVE_HIGH(a, b) ((real_v)(a.s2, b.s2, a.s3, b.s3))
 #elif VEC == 8
@@ -73,8 +88,12 @@ inline void keep(real_v *total, real_v *lost, const real_v term) {
 // - Where squares would overflow, deviations are multiplied by FAR first.
 #if REAL_IS_DOUBLE
 #define FAR R(0x1p-600)
+#define FAR_APART R(0x1p300)
+#define MOST_COARSE R(0x1p1000)
 #else
 #define FAR R(0x1p-80)
+#define FAR_APART R(0x1p40)
+#define MOST_COARSE R(0x1p112)
 #endif
 #if VEC == 1
 #define OVERFLOWS(squares) (!((squares) < INFINITY))
@@ -84,6 +103,24 @@ inline void keep(real_v *total, real_v *lost, const real_v term) {
 // One over the deviation that eps has been added to.
 #define SCALE_OF(squares, rest, factor, count, eps) \
   (R(1.0) / sqrt(fma(-(rest), rest, (squares) / (R(1.0) * (count))) + (eps) * (factor) * (factor)))
+
+// Of rows longer than the channels: that scale in two parts, `lost` what the first one lacks. What is left is the rounding of
+// squares, so that elements come out as nearly rounded once, provided that their distance from the mean is exact: see coarse().
+inline real_v split_scale(const real_v squares, const real_v rest, const real_v factor, const real_v count, const REAL eps, real_v *lost) {
+  const real_v part = squares / count, more = fma(-part, count, squares) / count + fma(-rest, rest, eps * factor * factor);
+  const real_v variance = part + more, added = variance - part;
+  const real_v variance_lost = (part - (variance - added)) + (more - added);
+  const real_v scale = SPLAT(R(1.0)) / sqrt(variance), root = scale * variance;
+  const real_v root_lost = fma(scale, variance_lost, fma(scale, variance, -root));
+  *lost = SPLAT(R(0.5)) * scale * fma(-scale, root_lost, fma(-root, scale, SPLAT(R(1.0))));
+  return scale;
+}
+// A value without its digits far below `largest`, where that is not huge. Differences of most elements from a mean so rounded are
+// exact, and `rest` makes up for what it lacks; so are sums of some thousand values.
+inline real_v coarse(const real_v value, const real_v largest) {
+  const real_v above = (largest < SPLAT(MOST_COARSE)) ? largest * R(0x1.8p11) : SPLAT(R(0.0));
+  return (value + above) - above;
+}
 
 // The larger and the smaller of two values of any type; NaN when either is NaN.
 #define LARGER(a, b) (((b) > (a) || (b) != (b)) ? (b) : (a))

@@ -15,5 +15,5 @@
 
 // What to multiply deviations by before they are squared, by how far values lie from their shift (numeric.cl).
 static REAL factor_over_slices(const REAL farthest, local REAL *partial, const int lane, const int slice) {
-  return max_over_slices(farthest, partial, lane, slice) < (REAL_IS_DOUBLE ? R(0x1p300) : R(0x1p40)) ? R(1.0) : FAR;
+  return max_over_slices(farthest, partial, lane, slice) < FAR_APART ? R(1.0) : FAR;
 }

@@ -83,8 +83,10 @@ static real_v squares_with(const real_v squares, const REAL factor) {
     if (!OVERFLOWS(squares)) break;                                                            \
     factor = FAR;                                                                              \
   }                                                                                            \
-  const REAL rest = sum_of_lanes(rests) * share;                                               \
-  const REAL scale = SCALE_OF(sum_of_lanes(squares), rest, factor, COUNT, operands[EPS]), offset = -rest * scale;
+  const REAL rest = sum_of_lanes(rests) * share, square = sum_of_lanes(squares);               \
+  real_v scale_lost;                                                                           \
+  const real_v scale = split_scale(SPLAT(square), SPLAT(rest), SPLAT(factor), SPLAT(COUNT), operands[EPS], &scale_lost); \
+  const real_v centre = coarse(SPLAT(mean), SPLAT(sqrt(square))), offset = ((centre - mean) * factor - rest) * scale;
 #endif
 
 #if GIVEN_EXPONENTIALS
@@ -145,7 +147,7 @@ kernel void KERNEL_NAME(global const REAL *restrict given, global const REAL *re
     const size_t plane = PLANE(outer, i), n = plane / CHANNELS, c = plane % CHANNELS;
     KEPT_SUM(from_mean)
     SUM_ROWS(from_mean, FROM_MEAN)
-    real_v value = SPLAT(fma(sum_of_lanes(from_mean) * (R(1.0) / PLANE_ROWS), scale, offset));
+    real_v value = (sum_of_lanes(from_mean) * (R(1.0) / PLANE_ROWS) - rest) * scale;
     AFFINE(value);
     value = value * SPLAT(REDUCED_SHARE);
     TAIL(value);
@@ -172,7 +174,8 @@ kernel void KERNEL_NAME(global const REAL *x, global const REAL *restrict given,
       for (int w = 0; w < OUT_W; w += VEC) {
         const real_v loaded = load_lanes(x + base + w, OUT_W - w, R(0.0));
 #if STEP_NORMALIZE
-        real_v value = fma((loaded - SPLAT(mean)) * factor, SPLAT(scale), SPLAT(offset));
+        const real_v deviation = (loaded - centre) * factor;
+        real_v value = fma(deviation, scale, fma(deviation, scale_lost, offset));
         AFFINE(value);
 #elif GIVEN_EXPONENTIALS
         real_v value = exp_v(loaded - SPLAT(largest)) * SPLAT(scale);

@@ -58,13 +58,17 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
 #define APART(from) (load_lanes(x + base + OFFSET, LEFT, LANE0(from)) - (from))
     const real_v shift = USE_WIDTH_REDUCTION ? SPLAT(x[base]) : load_lanes(x + base + w0, WIDTH - w0, R(0.0));
     real_v factor = SPLAT(R(1.0));
-    real_v mean = SPLAT(R(0.0));
+    real_v mean = SPLAT(R(0.0)), farthest = mean, scale_lost;
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
-      EACH_IN_RUN { run = fma(APART(shift), SPLAT(share), run); }
+      EACH_IN_RUN {
+        const real_v apart = APART(shift);
+        run = fma(apart, SPLAT(share), run);
+        farthest = max_v(farthest, fabs(apart));
+      }
       mean += run;
     }
-    mean = COMBINE_SUM(mean) + shift;
+    mean = coarse(COMBINE_SUM(mean) + shift, COMBINE_MAX(farthest));
     KEPT_SUM(rest)
     KEPT_SUM(squares)
     for (int pass = 0; pass < 2; pass++) {
@@ -84,10 +88,11 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
     }
     rest = COMBINE_SUM(rest) * share;
-    const real_v scale = SCALE_OF(squares, rest, factor, COUNT, operands[EPS]), offset = -rest * scale;
+    const real_v scale = split_scale(squares, rest, factor, SPLAT(COUNT), operands[EPS], &scale_lost), offset = -rest * scale;
     EACH_RUN {
       EACH_IN_RUN {
-        real_v value = fma(APART(mean) * factor, scale, offset);
+        const real_v deviation = APART(mean) * factor;
+        real_v value = fma(deviation, scale, fma(deviation, scale_lost, offset));
         AFFINE(value);
         TAIL(value);
         store_lanes(value, y + base + OFFSET, LEFT);

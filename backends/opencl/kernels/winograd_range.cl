@@ -23,7 +23,7 @@
 #endif
 
 // How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance.
-#define MOST_APART (R(2.0) + R(5.0) / sqrt((REAL)GROUP_OC))
+#define MOST_APART (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC))
 
 // Marks the tiles of the vector at `lane` that a channel dominates. Called for each channel c; known when c is its group's last.
 //

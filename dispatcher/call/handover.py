@@ -1,0 +1,139 @@
+"""What passes between a caller's arrays, of whatever library, and a backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dispatcher.device.selection import Choice
+from dispatcher.errors import InputError, KernelError
+from dispatcher.problem import torchtensors
+from dispatcher.problem.arrays import (
+    TensorArgument,
+    check_opencl_output,
+    check_output,
+    fetched,
+    in_kind,
+    on_opencl,
+    queue_of,
+)
+from dispatcher.problem.operator import Operator
+
+
+class Target:
+    """Where a caller wants the result.
+
+    Args:
+        name: what the caller calls it.
+        output: the caller's array.
+        operator: what it is the result of.
+        sources: the caller's tensors, unconverted.
+
+    Attributes:
+        array: what the backend is to write to, or None for an array of its own.
+
+    Raises:
+        InputError: no result may be written there.
+    """
+
+    array: Any = None
+
+    def __init__(self, name: str, output: Any, operator: Operator, sources: Mapping[str, Any]) -> None:
+        self._output = output
+        shape, dtype = operator.output_shape, operator.dtype
+        if on_opencl(output):
+            check_opencl_output(output, shape, dtype, sources, name)
+        elif torchtensors.is_tensor(output) and output.device.type != "cuda":
+            self.array = torchtensors.check_output(name, output, shape, dtype, sources)
+        else:
+            self.array = torchtensors.device_view(name, output) if torchtensors.is_tensor(output) else output
+            check_output(self.array, shape, dtype, sources, name)
+
+    def hand_over(self, result: Any) -> Any:
+        """The caller's array, with the result in it."""
+        if on_opencl(self._output):
+            self._output.set(result, queue_of(self._output))
+        elif torchtensors.is_tensor(self._output):
+            torchtensors.written(self._output)
+        return self._output
+
+
+def in_kind_of(bound: Mapping[str, Any], tensors: Mapping[str, Any], choice: Choice, result: Any) -> Any:
+    """A new result as an array of the library that the tensors of a call are of, or those bound where it has none.
+
+    An array of PyOpenCL belongs to the context of whoever made it: the result is one where the device that ran has such
+    an array among the tensors.
+    """
+    given = [tensor for tensor in tensors.values() if type(tensor) is TensorArgument]
+    if any(tensor.of_torch for tensor in (given if tensors else bound.values())):
+        return torchtensors.tensor_of(result)
+    for tensor in (*bound.values(), *given):
+        if tensor.on_device and on_opencl(tensor.array):
+            owns = getattr(choice.backend, "owns", None)
+            is_here = owns is not None and owns(choice.device, tensor.array)
+            return in_kind(result, tensor.array) if is_here else result
+    return result
+
+
+def bare(value: Any) -> Any:
+    """An argument of a call without what was found out about it."""
+    return value.array if isinstance(value, TensorArgument) else value
+
+
+def takes_device_arrays(choice: Choice) -> bool:
+    """Whether the device takes arrays that live on it."""
+    return bool(getattr(choice.backend, "device_arrays", False))
+
+
+def to_host(name: str, array: Any, taker: str) -> np.ndarray:
+    """A copy on the host of tensor ``name``, which lives on a device.
+
+    Raises:
+        InputError: its library makes none.
+    """
+    if on_opencl(array):
+        return fetched(name, array)
+    try:
+        return np.asarray(array)
+    except Exception as error:  # CuPy raises a TypeError, others what they like
+        raise InputError(
+            f"tensor {name} lives on a CUDA device, and {taker} takes arrays in host memory; "
+            "copy it to the host, or choose device='cuda'"
+        ) from error
+
+
+def dtype_name(dtype: Any) -> Any:
+    """``dtype`` as one of DTYPES where it means one, as ``np.float32`` and ``torch.float32`` do; else as it is, to be
+    refused."""
+    dtype = torchtensors.dtype_name(dtype)
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return str(np.dtype(dtype).name)
+    except Exception:  # whatever the object's own attributes raise
+        return dtype
+
+
+def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
+    """The backend's result, or a copy of it where it is not an array of its own in C order.
+
+    Raises:
+        KernelError: it is not what the operator makes.
+    """
+    if output is not None:
+        if result is not output:
+            raise KernelError(f"{choice.device.id} returned another array than the output it was given")
+        return output
+    if not isinstance(result, np.ndarray):
+        if hasattr(result, "__cuda_array_interface__"):
+            return result
+        raise KernelError(f"{choice.device.id} returned {type(result).__name__}; expected an array")
+    if result.shape != operator.output_shape or result.dtype != operator.dtype:
+        raise KernelError(
+            f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
+            f"expected {operator.dtype} of shape {operator.output_shape}"
+        )
+    shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
+    return result.copy(order="C") if shares or not result.flags.c_contiguous else result

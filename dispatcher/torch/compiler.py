@@ -1,0 +1,228 @@
+"""Modules of PyTorch that run here as far as they can: ``compile``, and the backend of ``torch.compile``."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dispatcher.call.compiled import CompiledOperator, Settings
+from dispatcher.device.selection import parse_request
+from dispatcher.errors import InputError, first_line
+from dispatcher.problem.messages import show
+from dispatcher.torch.importing import Imported
+from dispatcher.torch.partition import Piece, pieces_of, places, without_writes
+
+_numbers = itertools.count(1)
+#: Reports of the latest graphs.
+_reports: deque[GraphReport] = deque(maxlen=64)
+
+
+@dataclass
+class GraphReport:
+    """Where the parts of one graph run.
+
+    Attributes:
+        groups: for each part that runs here, its name, its operators, and the device (once it has run).
+        left: for each operator that stays in PyTorch, where it stands in the source, and why.
+    """
+
+    groups: list[tuple[str, tuple[str, ...], str]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{name} on {place}: {', '.join(operators)}" for name, operators, place in self.groups]
+        return "\n".join([*lines, *(f"PyTorch: {each}" for each in self.left)]) or "nothing to run"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What went where and why, for the latest graphs that were compiled."""
+
+    graphs: tuple[GraphReport, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.graphs)) or "nothing has been compiled"
+
+
+def report() -> Report:
+    """What the latest graphs that ``compile`` or ``torch.compile`` made run where, and why; ``print`` it."""
+    return Report(tuple(_reports))
+
+
+def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") -> torch.nn.Module:
+    """Run a module here as far as the vocabulary goes, and in PyTorch otherwise.
+
+    The result is a module with the same parameters, which it reads at every call, so that it can be trained and moved
+    on. Gradients are PyTorch's. The first axis of the inputs may vary without a new compilation.
+
+    Args:
+        module: a ``torch.nn.Module``.
+        example_inputs: positional arguments of a call, with which it is compiled.
+        device: see :func:`dispatcher.run`.
+
+    Raises:
+        InputError: an argument is wrong.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"the module is {show(module)}; expected a torch.nn.Module")
+    parse_request(device)
+    inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    compiled: torch.nn.Module = torch.compile(module, backend=partial(backend, device=device))
+    for each in inputs:
+        if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] > 1:
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.no_grad(), torch.random.fork_rng():
+        compiled(*inputs)
+        for buffer, before in buffers:  # running statistics
+            buffer.copy_(before)
+    return compiled
+
+
+def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device: str = "auto") -> Callable[..., Any]:
+    """What ``torch.compile(model, backend="dispatcher")`` calls with each graph."""
+    found = GraphReport()
+    _reports.append(found)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
+    static = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
+    try:
+        with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+            interpreted = partial(torch.fx.Interpreter.run, torch.fx.Interpreter(module))
+            traced = make_fx(interpreted, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    except Exception as error:  # a higher-order operator, data-dependent sizes, ...
+        found.left.append(f"the whole graph: it cannot be traced to operators of ATen: {first_line(error)}")
+        forward: Callable[..., Any] = module.forward
+        return forward
+    return _Compiled(traced, static, device, found)
+
+
+class _Compiled:
+    """A graph that is cut into groups at its first call, when its weights are known."""
+
+    def __init__(self, module: torch.fx.GraphModule, static: Sequence[bool], device: str, found: GraphReport) -> None:
+        self.module, self.static, self.device, self.found = module, static, device, found
+        self.lock = threading.Lock()
+        self.cut = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.cut:
+            with self.lock:
+                if not self.cut:
+                    self._cut(arguments)
+                    self.cut = True
+        return self.module(*arguments)
+
+    def _cut(self, arguments: Sequence[Any]) -> None:
+        graph = self.module.graph
+        without_writes(graph)
+        graph.eliminate_dead_code()
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        weights = {
+            node: value
+            for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
+            if fixed and isinstance(value, torch.Tensor)
+        }
+        pieces, left = pieces_of(graph, weights)
+        self.found.left += places(left)
+        made: dict[Any, Any] = {}
+        for piece in pieces:
+            group = _Group(piece, frozenset(weights), self.device, self.found)
+            with graph.inserting_before(piece.output):
+                call = graph.call_function(group, tuple(made.get(each, each) for each in piece.inputs))
+            made[piece.output] = call
+            call.meta = dict(piece.output.meta)
+            piece.output.replace_all_uses_with(call)
+            for node in reversed(piece.nodes):
+                graph.erase_node(node)
+        graph.lint()
+        self.module.recompile()
+
+
+class _Group:
+    """Nodes that run here together; in PyTorch where only the reference could run them."""
+
+    def __init__(self, piece: Piece, weights: frozenset[Any], device: str, found: GraphReport) -> None:
+        self.__name__ = f"group_{next(_numbers)}"
+        self.piece, self.weights, self.device = piece, weights, device
+        self.found, self.place = found, len(found.groups)
+        found.groups.append((self.__name__, tuple(str(node.target) for node in piece.nodes), "(not run yet)"))
+        self.lock = threading.Lock()
+        self.imported: Imported | None = None
+        self.compiled: CompiledOperator | None = None
+        self.seen: tuple[Any, ...] | None = None
+        self.in_torch = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+            return _Differentiable.apply(self, *inputs)
+        return self.run(*inputs)
+
+    def run(self, *inputs: Any) -> Any:
+        """The value, without gradients."""
+        if self.in_torch:
+            return self.piece.module(*inputs)
+        compiled, imported = self._ready(inputs)
+        tensors = [value for node, value in zip(self.piece.inputs, inputs, strict=True) if self._varies(node)]
+        named = {name: value for name, value in zip(imported.inputs, tensors, strict=True) if name is not None}
+        prepared = compiled.prepare(**named) if self.found.groups[self.place][2].startswith("(") else None
+        if prepared is not None and self._note(prepared.choice.device):
+            return self.piece.module(*inputs)
+        with torch.no_grad():
+            return compiled(**named)
+
+    def _varies(self, node: Any) -> bool:
+        return node not in self.weights and isinstance(node.meta["val"], torch.Tensor)
+
+    def _ready(self, inputs: Sequence[Any]) -> tuple[CompiledOperator, Imported]:
+        """The operator, with the weights as they are now."""
+        held = {node: value for node, value in zip(self.piece.inputs, inputs, strict=True) if node in self.weights}
+        seen = tuple((value.data_ptr(), None if value.is_inference() else value._version) for value in held.values())
+        with self.lock:
+            if self.compiled is None or self.imported is None or seen != self.seen:
+                imported = self.piece.translated(held, self.__name__)
+                if self.compiled is None:
+                    settings = Settings(device=self.device)
+                    self.compiled = CompiledOperator(imported.problem, settings, imported.tensors, eager=False)
+                elif imported.tensors:
+                    self.compiled.update(**imported.tensors)
+                self.imported, self.seen = imported, seen
+            return self.compiled, self.imported
+
+    def _note(self, device: Any) -> bool:
+        """Report the device; whether it is the reference, which nobody asked for by name."""
+        name, operators, _ = self.found.groups[self.place]
+        self.in_torch = device.kind == "reference" and "numpy" not in self.device
+        where = "PyTorch, since only the reference could run it here" if self.in_torch else device.id
+        self.found.groups[self.place] = (name, operators, where)
+        return self.in_torch
+
+
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
+    """A group with gradients: they are those of its nodes in PyTorch, which run once more for them."""
+
+    @staticmethod
+    def forward(ctx: Any, group: _Group, *inputs: Any) -> Any:
+        ctx.group = group
+        ctx.plain = [None if isinstance(each, torch.Tensor) else each for each in inputs]
+        ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in inputs))
+        return group.run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        saved = zip(ctx.saved_tensors, ctx.plain, wanted, strict=True)
+        inputs = [plain if each is None else each.detach().requires_grad_(want) for each, plain, want in saved]
+        with torch.enable_grad():
+            result = ctx.group.piece.module(*inputs)
+            sources = [each for each, want in zip(inputs, wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(result, sources, gradient, allow_unused=True))
+        return (None, *(next(found) if want else None for want in wanted))
