@@ -17,15 +17,11 @@ from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
 from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, MOST_TAPS, Row, transform
-from dispatcher.backends.opencl.winograd import (
-    WinogradLayout,
-    choices,
+from dispatcher.backends.opencl.winograd import WinogradLayout, choices, no_transform, ranked_tiles, reads
+from dispatcher.backends.opencl.winograd_core import (
     depth_terms,
     even_weights,
-    no_transform,
     pack_winograd_weights,
-    ranked_tiles,
-    reads,
     width_inputs,
     width_outputs,
     winograd_starts,
@@ -97,8 +93,8 @@ def test_the_best_tiles_of_random_geometries_cover_them(
         check_direct_layout(LineLayout(geometry, None, tile))
     if no_transform(geometry) is None:
         ranked = ranked_tiles(geometry, None, RESOURCES, Wanted())
-        best = {tile.outputs: tile for _, tile in reversed(ranked)}
-        assert sorted(best) == sorted(choices(geometry, None))
+        best = {(tile.outputs, tile.flat): tile for _, tile in reversed(ranked)}
+        assert sorted({outputs for outputs, _ in best}) == sorted(choices(geometry, None))
         for tile in best.values():
             check_winograd_layout(WinogradLayout(geometry, None, tile))
 
@@ -129,15 +125,21 @@ def check_winograd_layout(layout: WinogradLayout) -> None:
     assert layout.line_positions * columns >= layout.positions[2]
     lanes = layout.vectors * tile.vec
     assert (layout.line_rows - 1) * layout.pitch + layout.line_positions <= lanes <= layout.line
-    assert sum(layout.widths[:1]) <= tile.thread_w and layout.chunk_count * tile.thread_w * tile.vec >= lanes
+    # Boxes along height hold all tile rows, in whole chunks of widths that there is a product for.
+    assert sum(count for count, _ in layout.box_vectors) == layout.boxes[1]
+    for _, vectors in layout.box_vectors:
+        widths = layout.chunk_widths(vectors)
+        assert sum(widths) == vectors <= layout.vectors and set(widths) <= set(layout.widths)
+    assert max(layout.widths) <= tile.thread_w
     # Each sub-line of a tile row holds what its last tile reads, and the last lane's loads end within it.
-    assert layout.line_positions - 1 + (layout.reach_w - 1) // columns < layout.pitch
+    behind = (layout.reach_w - 1) // layout.sub_lines
+    assert layout.sub_lines % columns == 0 and layout.line_positions - 1 + behind < layout.pitch
     last_row = max(offset - layout.low_h for phase in g.height.phases for offset in reads(phase, rows))
     assert last_row + rows * (layout.line_rows - 1) < layout.rows
-    assert lanes + last_row // rows * layout.pitch + (layout.reach_w - 1) // columns <= layout.edge
+    assert lanes + last_row // rows * layout.pitch + behind <= layout.edge
     assert (layout.rows - 1) // rows * layout.pitch + -(-layout.pitch // tile.vec) * tile.vec <= layout.edge
-    assert rows * columns * layout.edge <= layout.channel
-    dealt = max(0, g.width.offset_range[0]) + columns * (-(-layout.pitch // tile.vec) * tile.vec)
+    assert rows * layout.sub_lines * layout.edge <= layout.channel
+    dealt = g.width.offset_range[0] + layout.sub_lines - columns + columns * (-(-layout.pitch // tile.vec) * tile.vec)
     assert layout.row_lead + max(g.width.input, dealt) <= layout.row_size
 
 
@@ -217,16 +219,17 @@ def test_boxes_hold_whole_windows_and_whole_tiles() -> None:
 @pytest.mark.parametrize(("channels", "groups", "most"), [(16, 1, 3), (15, 1, 2), (32, 4, 2)])
 def test_more_outputs_at_once_only_where_they_round_little(channels: int, groups: int, most: int) -> None:
     axes = [AxisGeometry(name, 8, 3) for name in ("depth", "height", "width")]
-    assert choices(ConvGeometry(1, channels, 8, groups, *axes), None)[-1] == (most, most, most)
+    found = choices(ConvGeometry(1, channels, 8, groups, *axes), None)
+    assert max(map(max, found)) == most and (3, 3, 3) not in found
 
 
 def test_one_plane_has_no_depth_components() -> None:
     """An image makes its products along height and width alone; an axis of many taps is not transformed."""
     one, many = AxisGeometry("depth", 1, 1), AxisGeometry("depth", 8, 5)
     h, w = AxisGeometry("height", 56, 3, 1, 1), AxisGeometry("width", 56, 3, 1, 1)
-    for depth in (one, many):
+    for depth, last in ((one, (1, 3, 2)), (many, (1, 3, 3))):
         found = choices(ConvGeometry(1, 64, 64, 1, depth, h, w), None)
-        assert {outputs[0] for outputs in found} == {1} and found[-1] == (1, 3, 3)
+        assert {outputs[0] for outputs in found} == {1} and found[-1] == last
     plain = [AxisGeometry(name, 8, 5) for name in ("depth", "height", "width")]
     assert no_transform(ConvGeometry(1, 64, 64, 1, *plain)) == "depth: a phase has 5 taps; transforms exist for 1 to 3"
 

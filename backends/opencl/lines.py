@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.opencl import tiles, tuned, winograd
+from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
 from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
@@ -36,6 +36,7 @@ from dispatcher.backends.opencl.render import (
     section,
     table,
     tail_macro,
+    thirds,
 )
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
@@ -204,11 +205,11 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         weight = convolution.contraction_weight(weight)
         direct = pack_direct_weights(weight, layout)
         if isinstance(layout, WinogradLayout):
-            return np.concatenate((direct, winograd.pack_winograd_weights(weight, layout)))
+            return np.concatenate((direct, winograd_core.pack_winograd_weights(weight, layout)))
         return direct
 
     def suited(weight: np.ndarray) -> bool:
-        return not tile.winograd or winograd.even_weights(convolution.contraction_weight(weight), layout)
+        return not tile.winograd or winograd_core.even_weights(convolution.contraction_weight(weight), layout)
 
     detail: dict[str, str | int | float] = {
         "why": reason,
@@ -346,6 +347,8 @@ def render(
         tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
     else:
         tables |= {"STORE_PLANES": layout.stride_w, "STORE_LINE": line}
+    if tile.columns == 3 or tables["STORE_PLANES"] in (3, 6):
+        tables |= dict(thirds(tile.vec))
     tables["SCRATCH"] = scratch
     taps = "".join(
         table(f"TAPS_{letter}", [len(phase.taps) for phase in axis.phases])
@@ -390,7 +393,7 @@ def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
     """Defines, tables and source text of a layout's core."""
     g = layout.geometry
     if isinstance(layout, WinogradLayout):
-        return winograd.core(layout, direct_starts(layout))
+        return winograd_core.core(layout, direct_starts(layout))
     parts = layout.width_parts
     offsets = [tuple(layout.width_offset(tap.offset) for tap in phase.taps) for phase in g.width.phases]
     values: dict[str, object] = {

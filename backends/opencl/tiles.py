@@ -298,9 +298,9 @@ class LineLayout:
 
     @cached_property
     def lines_size(self) -> int:
-        """Result lines of one (rd, rh)."""
+        """Result lines of one (rd, rh), and what loads touch behind them."""
         lines = self.step_d * self.lines_h * self.line_channels
-        return round_up(lines * self.stride_w * self.line, 16)
+        return round_up(lines * self.stride_w * self.line + self.tile.vec, 16)
 
     @property
     def core_size(self) -> int:

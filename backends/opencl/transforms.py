@@ -91,6 +91,13 @@ def transform(outputs: int, taps: int) -> Transform:
     return Transform(tuple(inputs), tuple(factors), rows)
 
 
+@cache
+def terms(outputs: int, taps: int) -> tuple[int, int]:
+    """How many terms the sums of F(``outputs``, ``taps``) have: those of inputs, and those of products."""
+    matrices = transform(outputs, taps)
+    return sum(map(bool, sum(matrices.inputs, ()))), sum(map(bool, sum(matrices.outputs, ())))
+
+
 def axis_reason(axis: AxisGeometry) -> str | None:
     """None when every phase of the axis has a transform, else why not."""
     for phase in axis.phases:

@@ -13,7 +13,8 @@
 // same place in different sub-lines. The outputs are like M_W times as many phases along width, which the store interleaves.
 //
 // Layouts in scratch
-//   e      [IC][row % M_H][sub-line][row / M_H][PITCH]: rows of one depth component; lane t of tile row i lies at i * PITCH + t
+//   e      [IC][row % M_H][sub-line][row / M_H][PITCH]: rows of one depth component; lane t of tile row i lies at i * PITCH + t.
+//          Where there are several phases along height, which read the same ones, of all components.
 //   v, z   [component][channel][a chunk's lanes]: transformed input, and products. Components start on different sets of the caches.
 //   lines  [jd][jh][channel][column and phase along width][LINE], of the planes of one tile
 // Weights: for each (rd, rh, depth component) [group][block of channels][component][channel tile][IC/groups][THREAD_C], behind those
@@ -26,15 +27,16 @@
 static void begin_box(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
                       const int first_w, global const REAL *restrict operands) {}
 
-// All phases along width of the rows of one (rd, rh): lines [M_D][M_H][LINE_CHANNELS][STRIDE_W][LINE]. Chunks of tile rows
-// beyond the last position are left out.
+// All phases along width of the rows of one (rd, rh): lines [M_D][M_H][LINE_CHANNELS][STRIDE_W][LINE]. Vectors of tile
+// rows beyond the last position are left out.
 static void convolve(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
                      const int rd, const int rh, const int step, global const REAL *restrict weights,
                      global REAL *restrict lines, global const REAL *restrict operands, real_v *poison) {
-  global REAL *const e = scratch, *const row = scratch + SCRATCH_ROW, *const v = scratch + SCRATCH_PANELS,
+  global REAL *const row = scratch + SCRATCH_ROW, *const v = scratch + SCRATCH_PANELS,
               *const z = scratch + SCRATCH_PRODUCTS, *const sums = scratch + SCRATCH_SUMS;
   const int base = first_d + step, planes = min(M_D, POSITIONS_D - base), parts = (TAPS_H[rh] + M_H - 1) * PARTS_W;
   const int tiles = min(BOX_H / M_H, (POSITIONS_H - first_h + M_H - 1) / M_H);
+  const int vectors = ((tiles - 1) * ROW + POSITIONS_W + VEC - 1) / VEC;
   if (planes <= 0) return;
   // Component 1 mixes the planes that all outputs along depth read. There are none at borders and where depth is not transformed.
   const bool transformed = SHARE_D[rd] > 1 || SHARE_H[rh] > 1 || USE_SHARE_W;
@@ -43,12 +45,12 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   global int *const marks = (global int *)(scratch + SCRATCH_MARKS);
   for (int i = 0; i < VECTORS * VEC; i++) marks[i] = 0;
   for (int part = 0; part < PARTS_D[rd]; part++) {
-    pack_plane(e, row, x, base, TERMS_D[rd][part], TERMS_D[rd][part + 1], first_h, operands);
+    global REAL *const e = scratch + (STRIDE_H > 1 ? part : 0) * (IC * CHANNEL);
+    if (rh == 0) pack_plane(e, row, x, base, TERMS_D[rd][part], TERMS_D[rd][part + 1], first_h, operands);
     global const REAL *const first_w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh] + part * parts * TAP_WEIGHTS;
     const bool measured = transformed && (part == 1 || border);
-    for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      const int lane = chunk * (THREAD_W * VEC), width = min(THREAD_W, VECTORS - chunk * THREAD_W);
-      if (lane >= tiles * ROW) break;
+    for (int first = 0; first < vectors; first += THREAD_W) {
+      const int lane = first * VEC, width = min(THREAD_W, vectors - first);
 #define INPUTS(n) if (TAPS_H[rh] == n) PASTE(winograd_inputs_, n)(v, e + lane, rh, width, lane, tiles, measured ? marks : 0);
       FOR_TAPS(INPUTS)
       global const REAL *w = first_w;

@@ -1,8 +1,8 @@
 // The input of the Winograd core on its way into panels: rows of one depth component, dealt out to sub-lines (core_winograd.cl).
 
 // Where row `row` and input `k` along width of a tile lie in e, from the tile's lane.
-#define ROW_AT(row) ((row) % M_H * (M_W * EDGE) + (row) / M_H * PITCH)
-#define COLUMN_AT(k) ((k) % M_W * EDGE + (k) / M_W)
+#define ROW_AT(row) ((row) % M_H * (SUB_LINES * EDGE) + (row) / M_H * PITCH)
+#define COLUMN_AT(k) ((k) % SUB_LINES * EDGE + (k) / SUB_LINES)
 // Is the lane a tile of the box's first `tiles` tile rows?
 #define IS_TILE(lane, tiles) ((lane) % ROW < POSITIONS_W && (lane) / ROW < (tiles))
 
@@ -10,13 +10,6 @@
 #define ANY_V(condition) (condition)
 #else
 #define ANY_V(condition) any(condition)
-#endif
-
-// The unsigned integers that shuffle takes have the size of the elements.
-#if REAL_IS_DOUBLE
-#define mask_v PASTE(ulong, VEC)
-#else
-#define mask_v PASTE(uint, VEC)
 #endif
 
 // Deals PITCH tiles of a row out to sub-lines: line[s * EDGE + t] = row[M_W * t + s]. A little more of each is overwritten.
@@ -31,9 +24,9 @@ static void deal_out(global REAL *restrict line, global const REAL *restrict row
     STORE_V((real_v)(low.odd, high.odd), line + EDGE + t);
 #elif M_W == 3 && VEC > 1
     const real_v low = LOAD_V(from), middle = LOAD_V(from + VEC), high = LOAD_V(from + 2 * VEC);
-    STORE_V(shuffle2(shuffle2(low, middle, (mask_v)THIRD_0_LOW), high, (mask_v)THIRD_0_HIGH), line + t);
-    STORE_V(shuffle2(shuffle2(low, middle, (mask_v)THIRD_1_LOW), high, (mask_v)THIRD_1_HIGH), line + EDGE + t);
-    STORE_V(shuffle2(shuffle2(low, middle, (mask_v)THIRD_2_LOW), high, (mask_v)THIRD_2_HIGH), line + 2 * EDGE + t);
+    STORE_V(shuffle2(shuffle2(low, middle, DEAL_0_LOW), high, DEAL_0_HIGH), line + t);
+    STORE_V(shuffle2(shuffle2(low, middle, DEAL_1_LOW), high, DEAL_1_HIGH), line + EDGE + t);
+    STORE_V(shuffle2(shuffle2(low, middle, DEAL_2_LOW), high, DEAL_2_HIGH), line + 2 * EDGE + t);
 #else
     for (int s = 0; s < M_W; s++)
       for (int i = 0; i < VEC; i++) line[s * EDGE + t + i] = from[M_W * i + s];
@@ -59,7 +52,7 @@ __attribute__((noinline)) static void pack_plane(global REAL *restrict e, global
         factor[terms++] = FACTOR_D[i];
       }
       if (terms == 0) {
-        for (int s = 0; s < M_W; s++) clear(line + s * EDGE, (PITCH + VEC - 1) / VEC * VEC);
+        for (int s = 0; s < SUB_LINES; s++) clear(line + s * EDGE, (PITCH + VEC - 1) / VEC * VEC);
         continue;
       }
       for (int w = 0; w < IW; w += VEC) {
@@ -78,6 +71,6 @@ __attribute__((noinline)) static void pack_plane(global REAL *restrict e, global
         else
           STORE_V(sum, row + ROW_LEAD + at);
       }
-      deal_out(line, row + ROW_LEAD + LOW_W);
+      for (int s = 0; s < SUB_LINES; s += M_W) deal_out(line + s * EDGE, row + ROW_LEAD + LOW_W + s);
     }
 }
