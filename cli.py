@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +36,7 @@ from dispatcher.report.options import (
     GlobalSizeOption,
     JsonOption,
     KernelOption,
+    PlotOption,
     PrecisionOption,
     ProblemArgument,
     ProblemsArgument,
@@ -405,6 +406,7 @@ def explain_command(
     precision: PrecisionOption = "fp32",
     algorithm: AlgorithmOption = None,
     option: TuningOption = None,
+    plot: PlotOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -419,6 +421,7 @@ def explain_command(
     loaded = load_problem(problem)
     commandline.check_choices(dtype, precision)
     chosen = case or commandline.default_case(loaded)
+    picture = streams.picture_path(plot)
     with progress("compiling"):
         given = parse_assignments(loaded, settings or [], "--set")
         given |= {"case": chosen, "dtype": dtype, "precision": precision}
@@ -429,6 +432,7 @@ def explain_command(
         answer("explain", {**explanation.as_dict(), "case": chosen})
     else:
         words.say_explanation(explanation)
+    streams.draw([explanation], picture)
 
 
 @app.command("verify")
@@ -459,6 +463,7 @@ def verify_command(
     build_option: Annotated[list[str] | None, option("O", "For its compiler. Repeatable.")] = None,
     timeout: Annotated[str | None, option("SECONDS", "For building and running it; 60 if left out.")] = None,
     repeat: Annotated[str | None, option("N", "Timed launches of it; 10 if left out.")] = None,
+    plot: PlotOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -474,6 +479,7 @@ def verify_command(
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     seed_count = commandline.whole_number("--seeds", seeds, 1)
     sets, numbers = verifying.check_inputs(inputs), verifying.check_seeds(seed_number, seed_count)
+    picture = streams.picture_path(plot)
     of_kernel: dict[str, Any] = {"entry": entry, "global_size": global_size, "local_size": local_size}
     of_kernel |= {"build_options": build_option or None, "timeout": timeout, "repeat": repeat}
     of_kernel = {name: value for name, value in of_kernel.items() if value is not None}
@@ -484,8 +490,9 @@ def verify_command(
         if problem is None or len(problem) != 1:
             raise InputError(f"--kernel is for one problem, and {len(problem or ())} are given; name one")
         commandline.check_choices(dtype, precision)
-        numeric = {"dtype": dtype, "precision": precision, "seed": seed_number}
-        variants.judge(problem[0], kernel, case, settings, of_kernel, as_json, device=device, inputs=inputs, **numeric)
+        numeric: dict[str, Any] = {"dtype": dtype, "precision": precision, "seed": seed_number}
+        numeric |= {"device": device, "inputs": inputs}
+        variants.judge(problem[0], kernel, case, settings, of_kernel, as_json, picture, **numeric)
         return
     if of_kernel:
         name = next(iter(of_kernel)).replace("_", "-").removesuffix("s")
@@ -509,6 +516,7 @@ def verify_command(
     else:
         words.say_verification(results)
     words.complain_of_verification(results, everywhere=device == "all")
+    streams.draw(results, picture)
     raise typer.Exit(code)
 
 
@@ -524,6 +532,7 @@ def tune_command(
     keep: Annotated[bool, flag("Use the winners on this device from now on.")] = True,
     listed: Annotated[bool, flag("Measure nothing; list what is kept, of these problems or of all.", "--list")] = False,
     forget: Annotated[bool, flag("Measure nothing; remove what is kept, likewise.", "--forget")] = False,
+    plot: PlotOption = None,
     self_test: SelfTestOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -540,9 +549,10 @@ def tune_command(
     from dispatcher.timing.tuning import tune_operator
 
     if listed or forget:
-        others = _given(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
+        others = variants.given_options(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
         variants.list_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
         return
+    picture = streams.picture_path(plot)
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise and are not kept")
@@ -557,6 +567,7 @@ def tune_command(
     else:
         words.note_left_out(results)
         words.say_tuned(results)
+    streams.draw(results, picture)
     lost = [result for result in results if keep and result.busy]
     for result in lost:
         complain(f"{result.problem} on {result.device}: nothing is kept, since {result.busy}; repeat this later")
@@ -578,8 +589,8 @@ def bench_command(
         str | None,
         option(
             "PEER,...",
-            "Other libraries that take turns with the devices: torch, torch-channels-last, torch-compile, "
-            "torch-compile-channels-last, onnxruntime, openvino.",
+            "Other libraries that take turns with the devices: torch, torch-compile, onnxruntime, openvino, on GPUs "
+            "torch-cudnn and torch-max-autotune; torch's also with -channels-last behind the name.",
         ),
     ] = None,
     repeat: Annotated[str | None, option("N", "Rounds; if left out, until the medians are known well.")] = None,
@@ -587,7 +598,7 @@ def bench_command(
     warmup: Annotated[str, option("N", "Calls before them.")] = "2",
     verify: Annotated[bool, flag("Check every result.")] = True,
     force: Annotated[bool, flag("Measure although others use the machine.", "--force")] = False,
-    plot: Annotated[str | None, option("FILE.png", "Where to write a chart; needs the extra plot.")] = None,
+    plot: PlotOption = None,
     compare: Annotated[
         tuple[str, str] | None,
         option(
@@ -610,11 +621,10 @@ def bench_command(
     from dispatcher.device.selection import devices, first_usable, parse_request
     from dispatcher.problem import commandline
     from dispatcher.timing import racing
-    from dispatcher.timing.charts import draw_races, require_matplotlib
     from dispatcher.timing.peers import parse_peers
 
     if compare is not None:
-        others = _given(context, beside={"compare", "as_json", "verbose", "debug"})
+        others = variants.given_options(context, beside={"compare", "as_json", "verbose", "debug"})
         variants.compare_benchmarks(*compare, others, as_json)
         return
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
@@ -623,10 +633,7 @@ def bench_command(
     warmups = commandline.whole_number("--warmup", warmup, 0)
     options = commandline.tuning_options(algorithm, option)
     peers = () if against is None else parse_peers(against)
-    target = None
-    if plot is not None:
-        require_matplotlib(plot)
-        target = streams.output_path("--plot", plot)
+    picture = streams.picture_path(plot)
     bound = commandline.bind_problems("time", problem, settings, case, dtype, precision)
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]
@@ -649,25 +656,12 @@ def bench_command(
         answer("bench", documents.bench_document(bound, races))
     else:
         words.say_races(races)
-    if target is not None and any(race.results for race in races):
-        draw_races(races, "kernel-dispatcher, times on this machine", target)
+    streams.draw([race for race in races if race.results], picture)
     errors = [error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]
     if codes:
         raise typer.Exit(min(codes))
-
-
-def _given(context: typer.Context, beside: Container[str]) -> list[str]:
-    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
-    found = []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
-            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
-            is_option = parameter.param_type_name == "option"
-            found.append("/".join(names) if is_option else str(parameter.name).upper())
-    return found
 
 
 # ---- the program -------------------------------------------------------------------------------------------

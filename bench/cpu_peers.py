@@ -33,6 +33,7 @@ from bench import common
 from bench.common import Run, bind_case, say
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.selection import describe
+from dispatcher.errors import InputError
 from dispatcher.interface import Timings
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.timing import charts, contenders
@@ -205,7 +206,7 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     """Bars of the times and a roofline, one row for each label.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        InputError: Matplotlib is not installed.
     """
     probe, machine = report["probe"], report["machine"]
     panels = []
@@ -239,8 +240,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names, add = list(dispatcher.problems()), parser.add_argument
     add("--problems", nargs="+", metavar="NAME", choices=names, default=list(common.FIVE),
         help="problems to measure (default: five)")  # fmt: skip
-    add("--peers", nargs="*", metavar="NAME", choices=PEERS, default=list(PEERS),
-        help=f"of {', '.join(PEERS)} (default: all; none: just --peers)")  # fmt: skip
+    peers = [name for name, peer in PEERS.items() if not peer.gpu]
+    add("--peers", nargs="*", metavar="NAME", choices=peers, default=peers,
+        help=f"of {', '.join(peers)} (default: all; none: just --peers)")  # fmt: skip
     add("--full", action="store_true", help="measure the kernelbench cases as well")
     common.add_sizes(parser)
     add("--table", action="store_true", help="write README.md's table")
@@ -307,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         chart(report, path.with_suffix(".png"))
         say(f"chart: {path.with_suffix('.png')}")
-    except ImportError as error:
+    except InputError as error:
         say(f"no chart: {describe(error)}")
     print(table(report))
     if settings.table:

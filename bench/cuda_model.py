@@ -167,7 +167,7 @@ def measured_table(report: Mapping[str, Any]) -> list[str]:
             floor = floor_ms(bind_case(name, precision=precision), report)
             cells += [f"{best:.2f}", f"{peer:#.3g}", f"{peer / best:.1f}", f"{floor:#.2g}"]
         rows.append(cells)
-    titles = ("PyTorch", "ratio", "floor")
+    titles = ("PyTorch eager", "ratio", "floor")
     return markdown(("problem", "fp32", *titles, "tf32", *titles), rows)
 
 

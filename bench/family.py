@@ -40,9 +40,10 @@ from bench.cpu_peers import SEED, Ours, milliseconds, ratio_text
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.machine import available_bytes, foreign_load
 from dispatcher.device.selection import describe, first_usable, parse_request
-from dispatcher.errors import VerificationError
+from dispatcher.errors import InputError, VerificationError
 from dispatcher.ops.steps import Convolution
 from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.timing import charts
 from dispatcher.timing.contenders import Contender, Lineup, OtherLibrary
 from dispatcher.timing.sampling import ratio, sample_beside
 
@@ -308,28 +309,23 @@ def chart(report: Mapping[str, Any], path: Path) -> None:
     """Bars of all ratios, the worst first.
 
     Raises:
-        ImportError: Matplotlib is not installed.
+        InputError: Matplotlib is not installed.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lines = sorted((line for line in report["lines"] if line.get("ratio")), key=lambda line: line["ratio"]["value"])
-    figure, axis = pyplot.subplots(figsize=(10, 1 + 0.17 * len(lines)), layout="constrained")
     places, values = range(len(lines)), [line["ratio"]["value"] for line in lines]
     spread = [[abs(line["ratio"][end] - line["ratio"]["value"]) for line in lines] for end in ("low", "high")]
-    colours = ["#c8401e" if value < 1 else "#6f93ad" for value in values]
-    axis.barh(places, values, xerr=spread, color=colours, error_kw={"elinewidth": 0.6})
-    axis.axvline(1.0, color="#333333", linewidth=0.8)
-    axis.set_yticks(places, [line["problem"] for line in lines], fontsize=6)
-    axis.set_xscale("log")
-    axis.invert_yaxis()
-    axis.margins(y=0.01)
-    axis.set_xlabel("best of PyTorch over ours (log scale; right of the line ours is faster)")
-    axis.set_title(f"{report['machine']['cpu']}, {report['device_name']}, {report['date']}", fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    colours = [charts.OUR_COLOURS[0] if value < 1 else charts.PEER_COLOURS[2] for value in values]
+    with charts.figure_for(path, 10, 1 + 0.17 * len(lines)) as figure:
+        figure.set_layout_engine("constrained")
+        axis = figure.subplots()
+        axis.barh(places, values, xerr=spread, color=colours, error_kw={"elinewidth": 0.6})
+        axis.axvline(1.0, color=charts.OTHER_ROOF, linewidth=0.8)
+        axis.set_yticks(places, [line["problem"] for line in lines], fontsize=6)
+        axis.set_xscale("log")
+        axis.invert_yaxis()
+        axis.margins(y=0.01)
+        axis.set_xlabel("best of PyTorch over ours (log scale; right of the line ours is faster)")
+        axis.set_title(f"{report['machine']['cpu']}, {report['device_name']}, {report['date']}", fontsize=9)
 
 
 # ---- the program -------------------------------------------------------------------------------------------
@@ -370,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = common.keep(report, settings.output)
     try:
         chart(report, path.with_suffix(".png"))
-    except ImportError as error:
+    except InputError as error:
         say(f"no chart: {describe(error)}")
     print(table(report))
     return 1 if any(line.get("device") in line.get("failures", {}) for line in lines) else 0

@@ -7,7 +7,8 @@ Steps, each in a process of its own with its own limit; the JSON file is written
   device     the GPU, driver, compiler and library versions, and what the backend's probe says
   tests      the CUDA tests on the real device
   PROBLEM    each problem at its `kernelbench` size: checked against PyTorch in float64, then timed in float32
-             accuracy and in TF32 beside PyTorch eager and torch.compile, TF32 on and off, interleaved; where steps
+             accuracy and in TF32 beside PyTorch, TF32 on and off, interleaved: eager as it is without any setting, with
+             cudnn.benchmark, torch.compile and its max-autotune, each of them also in channels_last_3d; where steps
              stand before the convolution, with these in its launch and in launches of their own
   memcheck, racecheck    compute-sanitizer on the `sample` cases
   opencl     the OpenCL backend on the same GPU, where NVIDIA's OpenCL library is there
@@ -15,8 +16,9 @@ Steps, each in a process of its own with its own limit; the JSON file is written
 ``--wheels`` names a folder with wheels of PyCUDA and PyOpenCL and what they need, for a machine without
 network; they are installed to a temporary folder. ``--rehearse`` runs the same steps at the `sample` size,
 for the simulator. Times are medians in milliseconds. ``kernel_ms`` is taken between CUDA events around the
-launches, for PyTorch around the module's call; ``call_ms`` is one whole call of ours with arrays on the
-device, on the host's clock.
+launches, for PyTorch around the module's call, from a contiguous tensor to another; ``call_ms`` is one whole
+call of ours with arrays on the device, on the host's clock. Ratios in ``summary`` are against the fastest of
+PyTorch's ways, which they name, and against ``torch``, which is eager without any setting.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from dispatcher.device.selection import describe
 from dispatcher.interface import Timings, device_dict
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator
-from dispatcher.timing.peers import torch_pipeline
+from dispatcher.timing.peers import TORCH_WAYS, set_torch, torch_function, torch_pipeline
 from dispatcher.timing.sampling import Schedule, Times, take_turns
 
 Result = dict[str, Any]
@@ -57,6 +59,7 @@ Call = Callable[[], tuple[float, float]]
 PACKAGES = ("numpy", "torch", "triton", "pycuda", "pyopencl")
 WARM_UP, REPEATS = 3, 20
 CHECKED_ITEMS = 2  # of the batch, in float64
+PROBLEM_S, PREPARE_S = 120, 75  # for a problem, of which PyTorch may compile and search
 SIMULATED = os.environ.get("DISPATCHER_CUDA_SIM") == "1"
 
 
@@ -189,15 +192,10 @@ def _torch() -> Any:
     return torch if not SIMULATED and torch.cuda.is_available() else None
 
 
-def _allow_tf32(torch: Any, allowed: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = allowed
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
 def _check(torch: Any, op: Operator, ours: dict[str, Any], there: dict[str, Any]) -> Result:
     """Errors of ours and of PyTorch's float32 on a few batch items, relative to the largest value in
     float64."""
-    _allow_tf32(torch, False)
+    set_torch(torch, tf32=False, search=False)
     # Each batch item depends on its own input alone in all five problems.
     few = there[op.source][:CHECKED_ITEMS]
     exact = torch_pipeline(op, lambda operand: there[operand.name].double())(few.double())
@@ -217,22 +215,26 @@ def _check(torch: Any, op: Operator, ours: dict[str, Any], there: dict[str, Any]
 
 
 def _torch_calls(torch: Any, op: Operator, there: dict[str, Any], result: Result) -> dict[str, Call]:
-    pipeline = torch_pipeline(op, lambda operand: there[operand.name])
     found: dict[str, Call] = {}
-    for label, tf32 in (("tf32", True), ("fp32", False)):
-        for kind, function in (("eager", pipeline), ("compile", torch.compile(pipeline))):
-            once = partial(_torch_call, torch, function, there[op.source], tf32)
+    until = time.perf_counter() + PREPARE_S
+    for way in TORCH_WAYS.values():  # those that take long to prepare come last
+        function = torch_function(op, way, lambda operand: there[operand.name])
+        for precision in ("tf32", "fp32"):
+            label = f"{way.label} {precision}"
+            once = partial(_torch_call, torch, function, there[op.source], precision == "tf32", way.search)
             try:
+                if time.perf_counter() > until:
+                    raise TimeoutError(f"the others took {PREPARE_S} s to prepare")
                 once()
             except Exception as error:  # a missing compiler for Triton must not cost the rest
-                result[f"torch {kind} {label}"] = describe(error)
+                result[label] = describe(error)
             else:
-                found[f"torch {kind} {label}"] = once
+                found[label] = once
     return found
 
 
-def _torch_call(torch: Any, function: Callable[[Any], Any], x: Any, tf32: bool) -> tuple[float, float]:
-    _allow_tf32(torch, tf32)
+def _torch_call(torch: Any, function: Callable[[Any], Any], x: Any, tf32: bool, search: bool) -> tuple[float, float]:
+    set_torch(torch, tf32=tf32, search=search)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin = time.perf_counter()
     with torch.no_grad():
@@ -284,7 +286,7 @@ def steps() -> dict[str, tuple[float, Callable[[str], Result]]]:
     return {
         "device": (30, step_device),
         "tests": (240, step_tests),
-        **{name: (90, partial(step_problem, name=name)) for name in FIVE},
+        **{name: (PROBLEM_S, partial(step_problem, name=name)) for name in FIVE},
         **{tool: (60, partial(step_sanitizer, tool=tool)) for tool in ("memcheck", "racecheck")},
         "opencl": (60, step_opencl),
         "sample": (60, step_sample),
@@ -371,17 +373,19 @@ def sound(outcome: Result) -> bool:
 
 
 def summary(outcomes: Result) -> list[str]:
-    """A line for each problem and precision, the worst first: ours, and the fastest of PyTorch's ways of doing it."""
+    """A line for each problem and precision, the worst first: ours, PyTorch's fastest way, and PyTorch as it comes."""
     lines = []
     for name, outcome in outcomes.items():
         times = {label: values["kernel_ms"] for label, values in outcome.get("times", {}).items()}
         for precision in ("fp32", "tf32"):
             ours = times.get(f"ours {precision}")
-            peers = [label for label in times if label.startswith("torch") and precision in label]
+            peers = [label for label in times if label.startswith("torch") and label.endswith(precision)]
             if ours and peers:
                 best = min(peers, key=times.__getitem__)
-                line = f"{times[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {times[best]:.3f} ms"
-                lines.append((times[best] / ours, line))
+                told = [f"{times[best] / ours:6.2f}x  {name} {precision}: {ours:.3f} ms, {best} {times[best]:.3f} ms"]
+                if plain := times.get(f"torch {precision}"):
+                    told.append(f"{plain / ours:.2f}x against eager without settings ({plain:.3f} ms)")
+                lines.append((times[best] / ours, "; ".join(told)))
     return [line for _, line in sorted(lines)]
 
 

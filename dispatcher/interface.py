@@ -17,6 +17,7 @@ import numpy as np
 from dispatcher.problem.messages import picked
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.shown import Shown
 from dispatcher.problem.userkernel import UserKernel
 
 Tensors = Mapping[str, Any]
@@ -27,8 +28,8 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
-@dataclass(frozen=True)
-class Device:
+@dataclass(frozen=True, repr=False)
+class Device(Shown):
     """One device of one backend, usable or not.
 
     Attributes:
@@ -53,6 +54,12 @@ class Device:
     def id(self) -> str:
         """What a user writes to name it, such as ``opencl:1``."""
         return self.backend if self.kind == "reference" else f"{self.backend}:{self.index}"
+
+    def _headline(self) -> str:
+        return f"{self.id} ({self.name})" if self.available else f"{self.id}, not usable: {self.reason}"
+
+    def _facts(self) -> Mapping[str, object]:
+        return {"kind": self.kind, **self.facts}
 
 
 def device_dict(device: Device) -> dict[str, Any]:

@@ -377,6 +377,29 @@ def test_arrays_of_pyopencl(backend_device: Device) -> None:
         dispatcher.run(CONV, device=backend_device, **tensors, output=wrong)
 
 
+def test_arrays_of_pyopencl_on_cpus_are_read_and_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = [each for each in backend_devices("opencl") if each.available and each.kind == "cpu"]
+    if not owners:
+        pytest.skip("there is no OpenCL CPU device")
+    import pyopencl as cl
+    from pyopencl import array as cl_array
+
+    for owner in owners:
+        context = cl.Context([OPENCL._runtime(owner).device])
+        queue = cl.CommandQueue(context)
+        tensors = conv_tensors()
+        expected = dispatcher.run(CONV, device=owner, **tensors)
+        given = {name: cl_array.to_device(queue, tensor) for name, tensor in tensors.items()}
+        output = cl_array.zeros(queue, (2, *expected.shape), np.float32)[1]
+        with monkeypatch.context() as patch:
+            for place, name in ((cl_array, "to_device"), (cl_array.Array, "get"), (cl_array.Array, "set")):
+                patch.setattr(place, name, lambda *given, **options: pytest.fail("it copies"))
+            results = [dispatcher.run(CONV, device=owner, **given)]
+            results += [dispatcher.run(CONV, device=owner, **given, output=output), results[0].copy()]
+        for result in results:
+            np.testing.assert_array_equal(result.get(), expected)
+
+
 def failing(error: Exception) -> Any:
     def behave(operator: Any, tensors: Any) -> Any:
         raise error

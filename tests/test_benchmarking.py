@@ -118,10 +118,10 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 # ---- what is measured --------------------------------------------------------------------------------------
 def test_64_times_the_work_takes_more_than_8_times_the_time(backend_device: Device) -> None:
     sizes = {"in_channels": 8, "out_channels": 8, "kernel_size": 3, "stride": 1, "padding": 1}
-    medians = []
+    batch, medians = 1 if backend_device.kind == "reference" else 4, []
     for extent in (8, 32):
         outcome = dispatcher.benchmark(
-            CONV, device=backend_device.id, repeats=3, warmup=1, batch_size=4, **sizes,
+            CONV, device=backend_device.id, repeats=3, warmup=1, batch_size=batch, **sizes,
             depth=extent, height=extent, width=extent, output_padding=0, dilation=1, groups=1,
         )  # fmt: skip
         medians.append((outcome.operator.flops, outcome.warm.wall.min_s, outcome.cold.wall.min_s))
@@ -631,7 +631,7 @@ def test_settings_of_torch_are_put_back(
 
     def right(value: np.ndarray) -> np.ndarray:
         assert settings["threads"] == machine.cores() and config.recompile_limit == 64
-        assert place == "opencl" or not matmul.allow_tf32
+        assert place == "opencl" or (not matmul.allow_tf32 and torch.backends.cudnn.benchmark is True)
         return value.copy()
 
     event = flags(record=lambda: None, elapsed_time=lambda end: 1e-6)
@@ -641,7 +641,7 @@ def test_settings_of_torch_are_put_back(
         set_num_threads=lambda count: settings.update(threads=count),
         get_float32_matmul_precision=lambda: settings["precision"],
         set_float32_matmul_precision=lambda precision: settings.update(precision=precision),
-        backends=flags(cuda=flags(matmul=matmul), cudnn=flags(allow_tf32=True)),
+        backends=flags(cuda=flags(matmul=matmul), cudnn=flags(allow_tf32=True, benchmark=None)),
         cuda=flags(
             is_available=lambda: True, device=contextlib.nullcontext, Event=lambda **_: event, synchronize=lambda: None
         ),
@@ -651,12 +651,13 @@ def test_settings_of_torch_are_put_back(
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(peers, "torch_pipeline", lambda operator, constant: lambda x: x)
-    monkeypatch.setitem(peers.PEERS, "torch-compile", replace(peers.PEERS["torch-compile"], modules=()))
+    name = "torch-max-autotune" if place == "cuda" else "torch-compile"
+    monkeypatch.setitem(peers.PEERS, name, replace(peers.PEERS[name], modules=()))
     install_backends(FakeBackend(place, kind="gpu" if place == "cuda" else "cpu"))
-    outcome = race(CONV, [place], against="torch-compile", repeats=1)
+    outcome = race(CONV, [place], against=name, repeats=1)
     assert len(outcome.failures) == 1 and ("no more" in outcome.failures[0].reason) == bool(fails)
     assert settings == {"threads": 77, "precision": "medium"} and config.recompile_limit == 8
-    assert matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+    assert matmul.allow_tf32 and vars(torch.backends.cudnn) == {"allow_tf32": True, "benchmark": None}
 
 
 def test_peers_of_a_cuda_device_run_on_it(install_backends: Install, some_peers: list[Any]) -> None:
@@ -710,6 +711,8 @@ def test_torch_without_cuda_says_so(install_backends: Install) -> None:
     install_backends(FakeBackend("cuda", kind="gpu"))
     outcome = race(CONV, ["cuda"], against="torch,onnxruntime", repeats=1)
     reasons = {failure.name: failure.reason for failure in outcome.failures}
+    (failure,) = race(CONV, ["numpy"], against="torch-cudnn", repeats=1).failures
+    assert "cuDNN on NVIDIA's GPUs only" in failure.reason
     assert "this PyTorch sees no CUDA device" in reasons["torch"]
     assert "it runs on the CPU here, and the device is a GPU" in reasons["onnxruntime"]
 
@@ -751,12 +754,12 @@ def test_torch_on_a_gpu_sets_tf32_and_takes_the_device_s_times(tf32: bool) -> No
         no_grad=contextlib.nullcontext,
     )
     source = Tensor()
-    call = peers._on_gpu(torch, lambda x: x, source, "cuda:0", "channels_last_3d", tf32)
+    call = peers._on_gpu(torch, lambda x: x, source, "cuda:0", not tf32, tf32)
     timings = Timings()
     assert call(timings) == "the result"  # type: ignore[comparison-overlap]
-    assert source.moves == ["cuda:0", "channels_last_3d"]
+    assert source.moves == ["cuda:0"]
     assert torch.backends.cuda.matmul.allow_tf32 is tf32
-    assert torch.backends.cudnn.allow_tf32 is tf32
+    assert vars(torch.backends.cudnn) == {"allow_tf32": tf32, "benchmark": not tf32}
     assert (timings.upload_s, timings.kernel_s, timings.download_s) == pytest.approx((2e-3, 4e-3, 1e-3))
     assert timings.clock == "device"
 
@@ -874,7 +877,7 @@ def test_a_chart_that_cannot_be_drawn_ends_it_at_once(
     fake: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # as if Matplotlib were there
-    for path in ("chart.svg", str(tmp_path / "none" / "chart.png")):
+    for path in ("chart.gif", str(tmp_path / "none" / "chart.png")):
         code, out, err = bench(capsys, CONV, "--plot", path)
         assert (code, out, err.count("\n")) == (2, "", 1) and path in err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -596,7 +596,7 @@ def test_tables_have_columns_in_80_columns(
         ),
     ):
         lines = run(*arguments).out.splitlines()
-        assert columns in [line.split() for line in lines]
+        assert columns in [line.split()[-len(columns) :] for line in lines]  # short times leave room for the problem
         assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines)
 
 

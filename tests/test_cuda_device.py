@@ -479,7 +479,8 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DISPATCHER_NVCC")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "nvcc is not on PATH" in reason()
+    monkeypatch.setattr(toolkit, "from_pypi", list)
+    assert "nvcc is not on PATH; run python -m dispatcher.backends.cuda.install" in reason()
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

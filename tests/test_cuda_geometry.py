@@ -228,7 +228,7 @@ def test_random_convolutions(recipe: Recipe) -> None:
     check(op, tensors_of(op), algorithm="fma")
 
 
-@thorough(60)
+@thorough(25)
 @given(pipelines())
 def test_random_pipelines(recipe: Recipe) -> None:
     device()

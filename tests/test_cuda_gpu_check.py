@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from dispatcher.timing import peers
 
 
 @pytest.fixture
@@ -21,20 +25,67 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def times(**kernel_ms: float) -> dict[str, Any]:
-    return {"times": {name.replace("_", " "): {"kernel_ms": ms} for name, ms in kernel_ms.items()}}
+    labels = {"max": "torch.compile max-autotune, cudnn.benchmark", "compile": "torch.compile"}
+    named = {" ".join(labels.get(word, word) for word in name.split("_")): ms for name, ms in kernel_ms.items()}
+    return {"times": {label: {"kernel_ms": ms} for label, ms in named.items()}}
 
 
 def test_the_worst_ratio_comes_first_against_the_best_of_the_peers(program: ModuleType) -> None:
     outcomes = {
-        "fast": times(ours_fp32=1.0, ours_tf32=0.5, torch_eager_fp32=8.0, torch_compile_fp32=4.0, torch_eager_tf32=3.0),
-        "slow": times(ours_fp32=2.0, torch_eager_fp32=3.0),
+        "fast": times(ours_fp32=1.0, ours_tf32=0.5, torch_fp32=8.0, compile_fp32=4.5, max_fp32=4.0, compile_tf32=3.0),
+        "slow": times(ours_fp32=2.0, torch_fp32=3.0),
         "alone": times(ours_fp32=1.0),
         "device": {"seconds": 1},
     }
     lines = program.summary(outcomes)
     assert [line.split()[1:3] for line in lines] == [["slow", "fp32:"], ["fast", "fp32:"], ["fast", "tf32:"]]
     assert [float(line.split("x")[0]) for line in lines] == [1.5, 4.0, 6.0]
-    assert "torch compile fp32" in lines[1]
+    assert "torch.compile max-autotune, cudnn.benchmark fp32 4.000 ms; 8.00x against eager without settings" in lines[1]
+
+
+def test_pytorch_is_asked_in_every_way(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = types.SimpleNamespace
+    asked: list[tuple[str, str, bool, bool]] = []
+
+    def tensor(memory_format: str) -> Any:
+        return flags(ndim=5, at=memory_format, to=tensor, contiguous=lambda: None)
+
+    def pipeline(operator: Any, constant: Any) -> Any:
+        def run(x: Any) -> Any:
+            assert x.at == constant(operator.convolutions[0].weight).at
+            asked.append(("eager", x.at, cudnn.benchmark, cudnn.allow_tf32))
+            return x
+
+        return run
+
+    def compiled(function: Any, mode: str, **_: bool) -> Any:
+        def run(x: Any) -> Any:
+            result = function(x)
+            asked[-1] = (mode, *asked[-1][1:])
+            return result
+
+        return run
+
+    event = flags(record=lambda: None, elapsed_time=lambda end: 1.0)
+    cudnn = flags(allow_tf32=None, benchmark=None)
+    torch = flags(
+        contiguous_format="first", channels_last_3d="last", compile=compiled, no_grad=contextlib.nullcontext,
+        _dynamo=flags(config=flags(recompile_limit=8)), backends=flags(cudnn=cudnn, cuda=flags(matmul=flags())),
+        cuda=flags(Event=lambda **_: event, synchronize=lambda: None),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(peers, "torch_pipeline", pipeline)
+    op = program.bind_case("conv-transpose3d-max-max-sum", case="sample")
+    there = dict.fromkeys(op.tensor_shapes, tensor("first"))
+    result: dict[str, Any] = {}
+    calls = program._torch_calls(torch, op, there, result)
+    assert len(calls) == 2 * len(peers.TORCH_WAYS) and not result
+    ways = [("eager", False), ("eager", True), ("default", False), ("max-autotune", True)]
+    assert sorted(asked) == sorted(
+        (mode, last, search, tf32) for mode, search in ways for last in ("first", "last") for tf32 in (False, True)
+    )
+    monkeypatch.setattr(program, "PREPARE_S", -1)
+    assert program._torch_calls(torch, op, there, result) == {} and set(result) == set(calls)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,27 @@ def test_the_cuda_compiler_is_looked_for(tmp_path: Path) -> None:
     assert "there is no .icd file in /nonexistent" in findings["runtimes"]["detail"]
 
 
+def test_a_cuda_compiler_from_pypi_is_found_and_offered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dispatcher.backends.cuda import diagnosis
+
+    monkeypatch.delenv("DISPATCHER_NVCC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    sys.path_importer_cache.pop(str(tmp_path), None)
+    (missing,) = [finding for finding in diagnosis.diagnose() if finding.subject == "nvcc"]
+    assert missing.detail == "nvcc is not on PATH"
+    assert missing.remedy.startswith("run python -m dispatcher.backends.cuda.install (from PyPI, for drivers")
+    home = tmp_path / "nvidia" / "cu13"
+    for folder in ("bin", "lib"):
+        (home / folder).mkdir(parents=True)
+    (home / "lib" / "libcudart_static.a").touch()  # nvcc looks for it in lib64
+    (home / "bin" / "nvcc").write_text("#!/bin/sh\necho 'release 13.1, V13.1.80'\n")
+    (home / "bin" / "nvcc").chmod(0o755)
+    (there,) = [finding for finding in diagnosis.diagnose() if finding.subject == "nvcc"]
+    assert there.detail == f"{home / 'bin' / 'nvcc'} -L{home / 'lib'}, 13.1"
+
+
 def test_the_exit_code_tells_whether_anything_accelerates(
     install_backends: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,8 +142,9 @@ def test_a_backend_that_ignores_output_is_found_out(install_backends: Install) -
 
 def test_a_right_backend_passes(install_backends: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install_backends(FakeBackend("good"))
-    for problem in dispatcher.problems():
+    problems = [CONV, MAXMAX, SOFTMAX]
+    for problem in problems:
         assert cli.main(["run", problem]) == 0
-    assert cli.main(["verify"]) == 0
+    assert cli.main(["verify", *problems]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,18 @@ from dispatcher import cli
 from dispatcher.call.compiled import CompiledOperator
 from dispatcher.errors import InputError, KernelError
 from dispatcher.problem.loader import load_problem
+from dispatcher.scale import mapping
 from dispatcher.scale.mapping import Mapped, map_files
+from tests import large_map
 
 PROBLEM = load_problem("conv2d-relu-biasadd")
 ITEMS = 11
+TWICE_FILE: dict[str, Any] = {
+    "name": "twice", "title": "t", "origin": "o", "rank": 1,
+    "parameters": {"input": ["n", "c", "length"], "output": "output", "n, c, length": "size_t"},
+    "pipeline": [{"op": "scale", "by": 2.0}],
+}  # fmt: skip
+TWICE = load_problem(TWICE_FILE)
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -72,6 +83,47 @@ def test_a_file_is_mapped_to_a_file(source: Path, tmp_path: Path, suffix: str, e
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", source.name, f"y{suffix}"}
 
 
+def test_zarr_arrays_of_any_make_are_read(tmp_path: Path) -> None:
+    """Shards, compression, chunks that do not divide one another; zeros keep their sign."""
+    zarr = pytest.importorskip("zarr")
+    if not hasattr(zarr, "create_array"):
+        pytest.skip("this Zarr knows no shards")
+    x = np.where(np.arange(13)[:, None, None] < 6, np.float32(-0.0), drawn(13, 2, 5))
+    kept = zarr.create_array(str(tmp_path / "x.zarr"), shape=x.shape, chunks=(2, 1, 5), shards=(4, 2, 5), dtype="f4")
+    kept[:] = x
+    for chunk in (3, None):
+        outcome = map_files(TWICE, tmp_path / "x.zarr", tmp_path / "y.zarr", {}, device="numpy", chunk=chunk)
+        assert outcome.chunk == (chunk or 13)
+        np.testing.assert_array_equal(content(tmp_path / "y.zarr").view(np.int32), (2 * x).view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["f4", ">f4"])
+def test_npy_files_of_any_layout_are_read(tmp_path: Path, dtype: str) -> None:
+    x = drawn(5, 2, 3)
+    np.save(tmp_path / "x.npy", np.asfortranarray(x) if dtype == "f4" else x.astype(dtype))
+    map_files(TWICE, tmp_path / "x.npy", tmp_path / "y.npy", {}, device="numpy", chunk=2)
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), 2 * x)
+
+
+def test_a_disk_that_is_full(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error, not the end of the process, and what was done until then is kept."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(done: float) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+
+    try:
+        with pytest.raises(InputError, match=r"items \d+ to \d+: \[Errno 27\] File too large"):
+            mapped(source, tmp_path / "y.npy", progress=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert mapped(source, tmp_path / "y.npy", resume=True).kept >= 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+    with pytest.raises(InputError, match=r"cannot be written: it takes 0.00 GB, and 0.00 GB are free there"):
+        mapped(source, tmp_path / "y.npy")
+    assert not (tmp_path / ".y.npy.partial").exists()
+
+
 def test_what_was_broken_off_is_resumed(source: Path, tmp_path: Path, expected: np.ndarray) -> None:
     target = tmp_path / "y.npy"
 
@@ -87,6 +139,17 @@ def test_what_was_broken_off_is_resumed(source: Path, tmp_path: Path, expected: 
     outcome = mapped(source, target, resume=True)
     assert outcome.kept >= 4
     assert outcome.items + outcome.kept == ITEMS
+    np.testing.assert_array_equal(content(target), expected)
+
+
+def test_what_was_broken_off_at_its_end_is_done_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: np.ndarray
+) -> None:
+    target = tmp_path / "y.npy"
+    with monkeypatch.context() as patched:
+        patched.setattr(mapping, "_finish", lambda job, output: os.replace(job.folder / job.result, output))
+        mapped(source, target)
+    assert mapped(source, target, resume=True).kept == 0
     np.testing.assert_array_equal(content(target), expected)
 
 
@@ -142,6 +205,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str], source: Path, tmp_path:
     assert "ends in .npy or .zarr" in capsys.readouterr().err
 
 
+def test_a_command_that_is_interrupted_and_killed(tmp_path: Path) -> None:
+    """`make check-map` does the same with gigabytes."""
+    pytest.importorskip("zarr")
+    large_map.store(tmp_path / "x.zarr", 192, 4, (128, 1024))
+    problem = tmp_path / "twice.json"
+    problem.write_text(json.dumps(TWICE_FILE))
+    command = [str(problem), "--input", str(tmp_path / "x.zarr"), "--device", "numpy", "--chunk", "3"]
+    large_map.check(command, tmp_path / "y.zarr", 64, limit=170 * 1000**2)  # input and result have 201 MB
+    x = content(tmp_path / "x.zarr")
+    np.testing.assert_array_equal(content(tmp_path / "y.zarr"), 2 * x)
+
+
 #: A process that may have 32 MB more than it has maps 80 MB.
 LIMITED = """
 import resource, sys, threading
@@ -154,9 +229,7 @@ import dispatcher.backends.numpy_ref
 {imports}
 used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData")))
 resource.setrlimit(resource.RLIMIT_DATA, (used + (32 << 20),) * 2)
-problem = load_problem({{"name": "twice", "title": "t", "origin": "o", "rank": 1, "parameters": {{
-    "input": ["n", "c", "length"], "output": "output", "n, c, length": "size_t"}},
-    "pipeline": [{{"op": "scale", "by": 2.0}}]}})
+problem = load_problem({twice})
 folder = Path(sys.argv[1])
 map_files(problem, folder / "x{suffix}", folder / "y{suffix}", {{}}, device="numpy", chunk=4)
 """
@@ -169,7 +242,7 @@ def test_more_than_the_memory_that_a_process_may_have(tmp_path: Path, suffix: st
         np.save(tmp_path / "x.npy", array)
     else:
         stored_as_zarr(array, tmp_path / "x.zarr", 4)
-    code = LIMITED.format(suffix=suffix, imports="import zarr" if suffix == ".zarr" else "")
+    code = LIMITED.format(twice=TWICE_FILE, suffix=suffix, imports="import zarr" if suffix == ".zarr" else "")
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

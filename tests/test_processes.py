@@ -85,7 +85,7 @@ def work(device: str, cache: Path, code: str = WORK, **more: str) -> tuple[int, 
 # ---- many processes at once --------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_eight_processes_start_at_once_on_empty_caches(device: str, tmp_path: Path) -> None:
-    for number in range(3):
+    for number in range(2):
         # The self-tests, for which the processes take turns, are left out later on, to save time.
         env = environment(tmp_path / str(number), DISPATCHER_SELF_TEST="off" if number else "on")
         processes = [start(WORK, device, "gather", env=env) for _ in range(8)]

@@ -415,12 +415,15 @@ def test_27_more_channels_than_local_memory_holds(place: Place, count: int, norm
 @pytest.mark.parametrize("limit", [1, 64])
 def test_27_work_groups_may_be_small(limit: int) -> None:
     """In a process of its own, since the runtime reads the limit once. Only PoCL knows the variable."""
+    found = [device.id for device in dispatcher.devices() if "Portable" in str(device.facts.get("platform"))]
+    if not found:
+        pytest.skip("PoCL is not installed, and only it knows the variable")
+    names = [*(name for name in dispatcher.problems() if "3d-" in name)][:6]
     program = (
         "import dispatcher\n"
-        "for found in dispatcher.devices():\n"
-        "    if found.backend == 'opencl' and found.available:\n"
-        "        for check in dispatcher.verify(device=found.id):\n"
-        "            print(check.outcome, check.problem, found.id, check.reason)\n"
+        f"for name in {names}:\n"
+        f"    for check in dispatcher.verify(name, device={found[0]!r}):\n"
+        "        print(check.outcome, check.problem, check.reason)\n"
     )
     child = subprocess.run(
         [sys.executable, "-c", program],
@@ -431,8 +434,9 @@ def test_27_work_groups_may_be_small(limit: int) -> None:
         text=True,
     )
     assert child.returncode == 0, child.stderr
-    wrong = [line for line in child.stdout.splitlines() if not line.startswith("passed ")]
-    assert not wrong, "\n".join(wrong)
+    lines = child.stdout.splitlines()
+    wrong = [line for line in lines if not line.startswith("passed ")]
+    assert len(lines) >= len(names) and not wrong, "\n".join(wrong)
 
 
 def largest_buffer(place: Place) -> float:

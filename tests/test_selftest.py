@@ -351,11 +351,13 @@ def test_a_speed_is_the_median_of_several_readings(monkeypatch: pytest.MonkeyPat
         def compile(self, *given: Any) -> Any:
             executable = super().compile(*given)
             flops[0] = given[0].flops
+            results = []  # of tensors that are always the same
 
             def run(tensors: Any, output: Any = None) -> Any:
                 calls[0] += 1
                 now[0] += {5: 1e-6, 7: 0.05}.get(calls[0], 0.001 * (1 + calls[0] % 3 / 100))
-                return executable(tensors, output)
+                results.extend([] if results else [executable(tensors)])
+                output[...] = results[0]
 
             return run
 

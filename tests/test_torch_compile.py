@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import json
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,13 @@ from dispatcher.interface import Device
 
 torch = pytest.importorskip("torch")
 
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
 import dispatcher.torch as dispatcher_torch  # noqa: E402
+from bench import common, networks  # noqa: E402
+from dispatcher.timing import sampling  # noqa: E402
 from dispatcher.torch.compiler import backend  # noqa: E402
 
 nn = torch.nn
@@ -32,16 +40,19 @@ def block(ins: int, outs: int, stride: int = 1) -> Any:
 
 
 class UNet(nn.Module):
-    """Two levels, with a skip."""
+    """Three levels, with skips."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = block(1, 4), block(4, 8, 2)
-        self.up, self.last, self.head = nn.ConvTranspose3d(8, 4, 2, stride=2), block(8, 4), nn.Conv3d(4, 3, 1)
+        self.first, self.second, self.third = block(1, 4), block(4, 8, 2), block(8, 8, 2)
+        self.up, self.middle = nn.ConvTranspose3d(8, 8, 2, stride=2), block(16, 8)
+        self.top, self.last = nn.Upsample(scale_factor=2, mode="trilinear"), nn.Conv3d(12, 3, 1)
 
     def forward(self, x: Any) -> Any:
         first = self.first(x)
-        return self.head(self.last(torch.cat([self.up(self.second(first)), first], 1)))
+        second = self.second(first)
+        y = self.middle(torch.cat([self.up(self.third(second)), second], 1))
+        return self.last(torch.cat([self.top(y), first], 1))
 
 
 class Sorting(nn.Module):
@@ -69,7 +80,7 @@ class Residual(nn.Module):
         return self.head((y + nn.functional.silu(y)).mean((2, 3)))
 
 
-MODULES = {"unet": (UNet, (2, 1, 4, 4, 8)), "sorting": (Sorting, (2, 3, 4, 5, 6)), "residual": (Residual, (2, 4, 5, 6))}
+MODULES = {"unet": (UNet, (2, 1, 8, 4, 8)), "sorting": (Sorting, (2, 3, 4, 5, 6)), "residual": (Residual, (2, 4, 5, 6))}
 
 
 def made(name: str) -> tuple[Any, Any]:
@@ -89,11 +100,13 @@ def test_results_of_any_batch_and_gradients(name: str, training: bool, opencl: D
     module, x = made(name)
     module.train(training)
     plain = copy.deepcopy(module)
-    compiled = dispatcher_torch.compile(module, (x,), device=opencl.id)
+    device = "numpy" if name == "unet" else opencl.id  # which would build many kernels
+    compiled = dispatcher_torch.compile(module, (x,), device=device)
     assert isinstance(compiled, nn.Module)
     for buffer, before in zip(module.buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, before)
     graphs = len(dispatcher_torch.report().graphs)
+    assert name != "unet" or len(dispatcher_torch.report().graphs[-1].groups) == 1
     with torch.no_grad():
         for batch in (2, 3, 5):
             y = torch.randn(batch, *x.shape[1:])
@@ -127,6 +140,29 @@ def test_the_report_says_what_went_where_and_why(opencl: Device) -> None:
     assert "in training mode it updates running statistics" in str(dispatcher_torch.report().graphs[-1])
 
 
+def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: Device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.shift = nn.Conv2d(3, 4, 3), torch.linspace(-1, 1, 4)
+
+        def forward(self, x: Any) -> Any:
+            count = torch.zeros(4)
+            count.view(2, 2).add_(1.0)
+            y = torch.min(self.conv(x), torch.tensor(0.25)) + self.shift[:, None, None]
+            y = nn.functional.interpolate(y, scale_factor=2) * torch.arange(4.0).view(4, 1, 1)
+            return y, count
+
+    torch._dynamo.reset()
+    module, x = Model(), torch.randn(2, 3, 5, 6)
+    compiled = dispatcher_torch.compile(module, (x,), device=opencl.id)
+    with torch.no_grad():
+        for _ in range(2):
+            close(compiled(x), module(x))
+    ((_, operators, _),) = dispatcher_torch.report().graphs[-1].groups
+    assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
+
+
 def test_only_the_reference_leaves_a_group_to_pytorch(install_backends: Install) -> None:
     module, x = made("residual")
     install_backends()
@@ -146,15 +182,34 @@ def test_wrong_arguments_and_the_entry_point() -> None:
         dispatcher_torch.compile(torch.relu, (torch.ones(1),))
     with pytest.raises(DeviceError):
         dispatcher_torch.compile(nn.ReLU(), (torch.ones(1),), device="nonsense")
-    project = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = project.partition("[project.entry-points.torch_dynamo_backends]\n")[2]
     (name, value) = re.match(r'(\w+) = "(.+)"', section).groups()  # type: ignore[union-attr]
     entry = importlib.metadata.EntryPoint(name, value, "torch_dynamo_backends")
     assert name == "dispatcher" and entry.load() is backend
 
 
+def test_the_benchmark_of_networks_checks_first(
+    opencl: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(module: Any, x: Any) -> Any:
+        return lambda y: module(y) * 1.001
+
+    monkeypatch.setattr(networks, "NETWORKS", {"tiny": (lambda: networks.decoder(1, (8, 8), 1), (1, 8, 4))})
+    monkeypatch.setattr(networks, "PEERS", {"eager": networks.PEERS["eager"], "wrong": wrong})
+    monkeypatch.setattr(common, "probe_on", lambda index: sampling.Probe("a probe", 100.0, 1.0, lambda: 100.0))
+    output = tmp_path / "networks.json"
+    options = ["--repeats", "1", "--force", "--devices", opencl.id, "--output", str(output)]
+    assert networks.main(options) == 0
+    report = json.loads(output.read_text(encoding="utf-8"))
+    (case,) = report["cases"]
+    assert set(case["results"]) == {"eager", opencl.id} and set(case["ratios"]) == {opencl.id}
+    assert "differs from float64" in case["failures"]["wrong"] and case["flops"] > 0
+    assert "`tiny`, 1x8x4" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["run_with_tensors", "train_a_block", "compile_a_network"])
 def test_the_examples_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples" / f"{name}.py"))
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     assert capsys.readouterr().out

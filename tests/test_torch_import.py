@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dispatcher import cli  # noqa: E402
 from dispatcher.errors import InputError, UnsupportedError  # noqa: E402
 from dispatcher.interface import Device  # noqa: E402
 from dispatcher.torch import Imported, import_module  # noqa: E402
+from dispatcher.torch.modelrun import import_here  # noqa: E402
 
 
 class Does(nn.Module):
@@ -246,6 +248,21 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (2, 3, 4, 5),
         "conv_transpose2d conv2d",
     ),
+    "bilinear upsampling": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Upsample(scale_factor=(2, 3), mode="bilinear")),
+        (2, 3, 4, 5),
+        "relu conv_transpose2d scale scale",
+    ),
+    "trilinear upsampling": (
+        lambda: Does(lambda x: F.interpolate(x, (8, 3, 10), mode="trilinear").relu()),
+        (2, 2, 2, 3, 2),
+        "conv_transpose3d scale scale scale relu",
+    ),
+    "channels of a convolution": (
+        lambda: Does(lambda x: F.glu(x[:, 2:8], 1) * x[:, -1:] - x.chunk(3, 1)[0], nn.Conv2d(3, 9, 3)),
+        (2, 3, 6, 7),
+        "",
+    ),
     "a classifier": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)),
         (2, 3, 6, 7),
@@ -268,7 +285,7 @@ def test_layers_in_every_layout(name: str) -> None:
     module = make()
     if name == "channels-last layer norm":
         module.norm = nn.LayerNorm(5)
-    found = imported(module, random(*shape))
+    found = imported(module, random(*shape), grow="linear" not in name)
     assert not wanted or steps(found) == wanted.split()
 
 
@@ -463,6 +480,8 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: torch.where(x > 1, x, 0.2 * x), "only x where x > 0"),
         (lambda x: F.interpolate(x, size=(6, 5)), "equally often"),
         (lambda x: x[:, 1:].relu(), "part of a tensor"),
+        (lambda x: x[:, ::2].relu(), "every other place"),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), "aligns corners"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),
@@ -541,16 +560,10 @@ def test_a_file_is_run_only_with_trust(tmp_path: Path, capfd: pytest.CaptureFixt
     [
         ("def Model(", "model.py:1: "),
         ("class Model: ...", "does not define get_inputs"),
-        (FILE.replace("return [3, 1.5]", "return [3]"), "TypeError"),
-        (
-            FILE.replace("import torch.nn as nn", "import torch.nn as nn\nraise ValueError('no\\nway')"),
-            "model.py:4: Val",
-        ),
         (
             FILE.replace('print("said by the file")', "import os, sys; print('bye', flush=True); os._exit(3)"),
             "exit code 3: bye",
         ),
-        (FILE.replace("torch.relu(", "torch.sin("), "aten.sin (at"),
         (FILE + "\nwhile True: pass\n", "not imported within 4 seconds"),
     ],
 )
@@ -563,6 +576,27 @@ def test_what_is_wrong_with_a_file_is_said_in_a_line(
     assert cli.main(["import", str(file), "--trust", "--timeout", limit]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return [3, 1.5]", "return [3]", "model.py: TypeError"),
+        ("import torch.nn as nn", "import torch.nn as nn\nraise ValueError('no\\nway')", "model.py:4: ValueError: no"),
+        ("torch.relu(", "torch.sin(", "aten.sin (at"),
+    ],
+)
+def test_the_child_process_reports_what_is_wrong(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FILE.replace(old, new))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model_file", raising=False)
+    reports: list[dict[str, Any]] = []
+    import_here(reports.append, str(file), "", "found", "")
+    (report,) = reports
+    assert message in report["error"] and "\n" not in report["error"]
 
 
 def test_the_guide_s_module_becomes_the_guide_s_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

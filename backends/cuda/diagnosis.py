@@ -37,11 +37,11 @@ def diagnose() -> Iterator[Finding]:
     try:
         yield Finding("cuda", "PyCUDA", "ok", metadata.version("pycuda"))
     except metadata.PackageNotFoundError:
-        yield Finding("cuda", "PyCUDA", missing, "it is not installed", install("cuda"))  # type: ignore[arg-type]
+        remedy = f"run {toolkit.INSTALL}, or where there is a CUDA toolkit: {install('cuda')}"
+        yield Finding("cuda", "PyCUDA", missing, "it is not installed", remedy)  # type: ignore[arg-type]
     found = toolkit.find()
     if isinstance(found, str):
-        remedy = f"install the CUDA toolkit, or set {toolkit.ENVIRONMENT_VARIABLE} to the path of nvcc"
-        yield Finding("cuda", "nvcc", missing, found, remedy)  # type: ignore[arg-type]
+        yield Finding("cuda", "nvcc", missing, found.removesuffix(f"; {toolkit.REMEDY}"), toolkit.REMEDY)  # type: ignore[arg-type]
     else:
         release = "of an unknown release" if found.release is None else "{}.{}".format(*found.release)
         yield Finding("cuda", "nvcc", "ok", f"{' '.join(found.command)}, {release}")

@@ -1,11 +1,13 @@
 """nvcc: finding it, asking it what it can do, and compiling kernels through a cache of cubins.
 
-The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one.
+The command is ``nvcc`` unless the environment variable ``DISPATCHER_NVCC`` names another one: on PATH, of a toolkit in
+its usual place, or from PyPI, in this order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
@@ -24,6 +26,12 @@ KERNELS = Path(__file__).parent / "kernels"
 CUBINS = FileCache("cuda")
 _turns = Turns()
 ENVIRONMENT_VARIABLE = "DISPATCHER_NVCC"
+#: Installs nvcc and PyCUDA where there is a driver alone.
+INSTALL = "python -m dispatcher.backends.cuda.install"
+REMEDY = (
+    f"run {INSTALL} (from PyPI, for drivers from release 580 on), or install the CUDA toolkit, "
+    f"or set {ENVIRONMENT_VARIABLE} to the path of nvcc"
+)
 _PROBE_TIMEOUT_S = 30.0
 _COMPILE_TIMEOUT_S = 300.0
 #: What nvcc reads beside its command line.
@@ -62,10 +70,20 @@ def find() -> Toolkit | str:
             return f"{ENVIRONMENT_VARIABLE} is {named!r}, which is not a program; set it to the path of nvcc"
         return _ask(tuple(words))
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    path = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
+    places = ("nvcc", os.path.join(home, "bin", "nvcc"), *map(str, from_pypi()))
+    path = next(filter(None, map(shutil.which, places)), None)
     if path is None:
-        return f"nvcc is not on PATH; install the CUDA toolkit or set {ENVIRONMENT_VARIABLE} to its path"
-    return _ask((path,))
+        return f"nvcc is not on PATH; {REMEDY}"
+    # One from PyPI looks for the toolkit's libraries in lib64.
+    libraries = Path(path).resolve().parents[1] / "lib"
+    return _ask((path, f"-L{libraries}") if (libraries / "libcudart_static.a").exists() else (path,))
+
+
+def from_pypi() -> list[Path]:
+    """The compilers that pip installed for this Python, the newest first."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return sorted((path for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")), reverse=True)
 
 
 def _settings() -> dict[str, str]:

@@ -44,6 +44,7 @@ from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import brief
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, check_precision, storage_dtype
+from dispatcher.problem.shown import Shown
 from dispatcher.problem.torchtensors import outside_of_dynamo
 from dispatcher.problem.values import unwrapped
 
@@ -230,7 +231,7 @@ class PreparedCall:
         return self._compiled._execute(self._program, self._tensors, output, timings)
 
 
-class CompiledOperator:
+class CompiledOperator(Shown):
     """A problem, ready to be called: ``compiled(input=x, kernel=w)``. Made by :func:`compile`.
 
     It may be called from several threads, and with tensors of different shapes: each operator that results is
@@ -309,9 +310,18 @@ class CompiledOperator:
             bound[name] = replace(tensor, array=array, on_device=False)
         return _made_again, (self._problem, self._recipe, bound)
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
         where = self._request.text if self._last is None else self._last.choice.device.id
-        return f"<CompiledOperator {self._problem.name} on {where}>"
+        return f"{self._problem.name} on {where}"
+
+    def _facts(self) -> Mapping[str, object]:
+        last, bound = self._last, {**self._bound.sizes, **self._bound.scalars}
+        latest = None if last is None else f"{last.operator.tensor_shapes} -> {last.operator.output_shape}"
+        return {
+            "bound numbers": ", ".join(f"{name}={value}" for name, value in bound.items()),
+            "bound tensors": [f"{name} {tensor.shape}" for name, tensor in self._bound.tensors.items()],
+            "latest call": latest,
+        }
 
     def explain(self, **arguments: Any) -> Explanation:
         """What a call with these arguments does, and why; without arguments, what the latest call did.

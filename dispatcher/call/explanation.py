@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import Convolution
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.shown import Drawn
 
 MAX_STRIDE = 10_000  # phases are not listed for larger ones; there are stride**3 of them
 
@@ -82,8 +84,8 @@ class ConvolutionPlan:
     phase_groups: tuple[PhaseGroup, ...]
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Drawn):
     """Made by :func:`dispatcher.explain` and by ``CompiledOperator.explain``.
 
     Attributes:
@@ -108,6 +110,18 @@ class Explanation:
             "skipped": skipped_list(self.skipped),
             "convolutions": [_convolution_dict(plan) for plan in self.convolutions],
             "launches": [picked(launch, *vars(launch)) for launch in self.launches],
+        }
+
+    def _headline(self) -> str:
+        return f"{self.operator.problem.name} on {self.device.id}: {len(self.launches)} launches"
+
+    def _facts(self) -> Mapping[str, object]:
+        return {
+            "device": self.device.name,
+            "skipped": [f"{label}: {reason}" for label, reason in self.skipped],
+            "launches": [f"{each.name} ({each.algorithm}): {', '.join(each.steps)}" for each in self.launches],
+            "operations": self.operator.flops,
+            "ideal bytes": self.operator.ideal_bytes,
         }
 
 

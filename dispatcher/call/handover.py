@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from dispatcher.problem.arrays import (
     check_output,
     fetched,
     in_kind,
+    mapped,
     on_opencl,
     queue_of,
 )
@@ -45,6 +47,7 @@ class Target:
         shape, dtype = operator.output_shape, operator.dtype
         if on_opencl(output):
             check_opencl_output(output, shape, dtype, sources, name)
+            self.array = mapped(output, sys.modules["pyopencl"].map_flags.WRITE)
         elif torchtensors.is_tensor(output) and output.device.type != "cuda":
             self.array = torchtensors.check_output(name, output, shape, dtype, sources)
         else:
@@ -54,7 +57,8 @@ class Target:
     def hand_over(self, result: Any) -> Any:
         """The caller's array, with the result in it."""
         if on_opencl(self._output):
-            self._output.set(result, queue_of(self._output))
+            if result.size:
+                result.base.release(queue_of(self._output)).wait()
         elif torchtensors.is_tensor(self._output):
             torchtensors.written(self._output)
         return self._output

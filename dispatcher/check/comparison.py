@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,8 @@ class Comparison:
         worst_value: the result there.
         worst_reference: the reference there.
         reason: why it failed, in one line; empty when passed.
+        profiles: for each axis, the largest ratio of error and bound at each place along it, for pictures; empty where
+            there is nothing to compare, and no part of :func:`dispatcher.check.verifying.comparison_dict`.
     """
 
     passed: bool
@@ -63,6 +65,7 @@ class Comparison:
     worst_value: float = math.nan
     worst_reference: float = math.nan
     reason: str = ""
+    profiles: tuple[Array, ...] = field(default=(), repr=False)
 
     def __eq__(self, other: object) -> bool:
         """Whether all figures are the same, where NaN is the same as NaN: a copy is equal."""
@@ -106,6 +109,15 @@ def _sum_of_squares(values: Array) -> float:
     return float(np.einsum("i,i->", flat, flat))
 
 
+def largest_along(values: Array) -> list[Array]:
+    """For each axis, the largest of ``values`` at each place along it; NaN where there is one."""
+    found: list[Array] = []
+    while values.ndim:  # the last axis goes, so that each pass is shorter than the one before it
+        found.insert(0, values.max(axis=tuple(range(values.ndim - 1))))
+        values = values.max(axis=-1)
+    return found
+
+
 class _Tally:
     """Adds up a comparison part by part."""
 
@@ -117,6 +129,9 @@ class _Tally:
         self.false_nans = self.missing_nans = 0
         self.worst_index: tuple[int, ...] | None = None
         self.worst_value = self.worst_reference = self.worst_bound = math.nan
+        self.parts: list[
+            tuple[int, list[Array]]
+        ] = []  # first item of each part, and the largest ratios along each axis
 
     def add(self, result: np.ndarray, reference: Array, bound: Array, offset: int) -> None:
         """Take in batch items ``offset`` and on; all arrays have the same shape."""
@@ -148,6 +163,7 @@ class _Tally:
             self.bound_squares += _sum_of_squares(computed)
         self.elements += error.size
         self.beyond += int((~(ratio <= 1.0)).sum())
+        self.parts.append((offset, largest_along(ratio)))
         largest = float(error.max())
         if _worse(largest, self.max_abs_error):
             self.max_abs_error = largest
@@ -194,7 +210,16 @@ class _Tally:
                 f"is {self.worst_value:.9g}, expected {self.worst_reference:.9g}"
             )
         passed, worst = (self.beyond == 0 and within, (self.worst_index, self.worst_value, self.worst_reference))
-        return Comparison(passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason)
+        profiles = self._profiles()
+        kept = profiles if axes is None or not profiles else tuple(profiles[axis] for axis in axes)
+        return Comparison(passed, self.max_abs_error, self.max_ratio, normwise, normwise_ratio, *worst, reason, kept)
+
+    def _profiles(self) -> tuple[Array, ...]:
+        """Those of all parts: the first axis is in parts, and the others are common to them."""
+        if not self.parts:
+            return ()
+        first, *others = zip(*(along for _, along in sorted(self.parts, key=lambda part: part[0])), strict=True)
+        return (np.concatenate(first), *(np.maximum.reduce(each) for each in others))
 
 
 def _misfit(result: Any, shape: tuple[int, ...], dtype: str | None) -> str:

@@ -33,6 +33,7 @@ from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, check_c_type, operator_dict
+from dispatcher.problem.shown import Drawn
 from dispatcher.problem.userkernel import UserKernel
 from dispatcher.problem.values import count_value, seconds_value, seed_value
 
@@ -67,8 +68,8 @@ class Check:
     comparison: Comparison | None
 
 
-@dataclass(frozen=True)
-class Judgement:
+@dataclass(frozen=True, repr=False)
+class Judgement(Drawn):
     """What came of a user's kernel.
 
     Attributes:
@@ -104,9 +105,17 @@ class Judgement:
     times_s: tuple[float, ...] = ()
     kernel_s: tuple[float, ...] = ()
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
         what = f"{self.kernel.entry} in {self.kernel.file} for {self.operator.problem.name}"
-        return f"<Judgement of {what} on {self.device.id}: {self.outcome}>"
+        return f"of {what} on {self.device.id}: {self.outcome}"
+
+    def _facts(self) -> Mapping[str, object]:
+        checks = [
+            f"{each.inputs}: {'passed' if each.passed else 'wrong'}"
+            + (f", {each.comparison.severity:.2g} of what is allowed" if each.comparison else "")
+            for each in self.checks
+        ]
+        return {"reason": self.reason, "case": self.case, "checks": checks, "median, seconds": self.median_s}
 
     @property
     def passed(self) -> bool:

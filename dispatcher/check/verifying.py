@@ -34,6 +34,7 @@ from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.shown import Drawn
 from dispatcher.problem.values import seed_value, whole_value
 
 Outcome = Literal["passed", "failed", "error", "unsupported"]
@@ -88,8 +89,8 @@ class Check:
         return {**vars(self), "comparison": comparison_dict(self.comparison)}
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Drawn):
     """One problem on one device, with every set of inputs. Its figures are those of the worst check.
 
     Attributes:
@@ -124,8 +125,12 @@ class Verification:
         """Whether every check passed."""
         return self.outcome == "passed"
 
-    def __repr__(self) -> str:
-        return f"<Verification {self.problem} on {self.device.id}: {self.outcome}, {len(self.checks)} checks>"
+    def _headline(self) -> str:
+        return f"{self.problem} on {self.device.id}: {self.outcome}, {len(self.checks)} checks"
+
+    def _facts(self) -> Mapping[str, object]:
+        checks = [f"{each.inputs}, seed {each.seed}: {each.label}" for each in self.checks]
+        return {"reason": self.reason, "case": self.case, "error over bound": checks}
 
     @property
     def comparison(self) -> Comparison | None:
@@ -203,7 +208,7 @@ def comparison_dict(comparison: Comparison | None) -> dict[str, Any] | None:
     """The figures of a comparison, ready for JSON but for numbers that are not finite."""
     if comparison is None:
         return None
-    fields = picked(comparison, *vars(comparison))
+    fields = picked(comparison, *(name for name in vars(comparison) if name != "profiles"))
     return {"normwise_error" if name == "normwise" else name: value for name, value in fields.items()}
 
 

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from dispatcher.device.filecache import REMEDY, cache_root, nothing_kept
 from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
+from dispatcher.problem.shown import Shown
 
 LITTLE_MEMORY = 2 << 30
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
     """What :func:`doctor` found.
 
     Attributes:
@@ -47,6 +48,14 @@ class Diagnosis:
             "findings": [dict(vars(finding)) for finding in self.findings],
             "devices": [device_dict(device) for device in self.devices],
         }
+
+    def _headline(self) -> str:
+        return f"of {len(self.devices)} devices, {', '.join(device.id for device in self.working) or 'none'} works"
+
+    def _facts(self) -> Mapping[str, object]:
+        wrong = [each for each in self.findings if each.verdict != "ok"]
+        remedies = [f"{each.subject}: {each.remedy}" for each in wrong if each.remedy]
+        return {"findings": [f"{each.subject}: {each.detail}" for each in wrong], "remedies": remedies}
 
 
 def doctor(*, retest: bool = False) -> Diagnosis:

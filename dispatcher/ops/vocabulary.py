@@ -242,7 +242,7 @@ VOCABULARY: dict[str, Operation] = {
     "silu": pointwise(
         PointwiseForm(
             "silu",
-            "x * ((x < C(0.0) ? e : C(1.0)) / (C(1.0) + e))",
+            "(x < C(0.0) ? x * e : x) / (C(1.0) + e)",
             let=(("e", "exp_v(-abs_v(x))"),),  # which does not overflow
             exponential=True,
             torch="torch.nn.functional.silu",
@@ -276,7 +276,7 @@ VOCABULARY: dict[str, Operation] = {
             "mish",
             # tanh(log(1 + exp(x))) = ((1 + exp(x))^2 - 1) / ((1 + exp(x))^2 + 1)
             "x * (x < C(0.0) ? e * (e + C(2.0)) / (e * (e + C(2.0)) + C(2.0))"
-            " : (C(1.0) + C(2.0) * e) / (C(1.0) + C(2.0) * e * (C(1.0) + e)))",
+            " : C(1.0) - C(2.0) * e * e / (C(1.0) + C(2.0) * e * (C(1.0) + e)))",
             let=(("e", "exp_v(-abs_v(x))"),),
             exponential=True,
             torch="torch.nn.functional.mish",
@@ -300,7 +300,7 @@ VOCABULARY: dict[str, Operation] = {
     "selu": pointwise(
         PointwiseForm(
             "selu",
-            "C(1.0507009873554804934) * (x > C(0.0) ? x : C(1.6732632423543772848) * expm1_v(x))",
+            "x > C(0.0) ? C(1.0507009873554804934) * x : C(1.7580993408473768599) * expm1_v(x)",
             exponential=True,
             torch="torch.selu",
             onnx="Selu",

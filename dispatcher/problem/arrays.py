@@ -136,22 +136,31 @@ def on_opencl(value: Any) -> bool:
 
 
 def fetched(name: str, array: Any) -> np.ndarray:
-    """The elements of tensor ``name``, an array of PyOpenCL, in whatever layout: one copy, by its queue.
+    """The elements of tensor ``name``, an array of PyOpenCL, in whatever layout; see :func:`mapped`.
 
     Raises:
-        InputError: they cannot be copied.
+        InputError: they cannot be read.
     """
-    cl = sys.modules["pyopencl"]
     try:
-        queue = queue_of(array)
-        if array.flags.forc:
-            return np.asarray(array.get(queue))
-        whole = np.empty(array.base_data.size, np.uint8)
-        cl.enqueue_copy(queue, whole, array.base_data, wait_for=array.events)
-        view: np.ndarray = np.ndarray(array.shape, array.dtype, whole, array.offset, array.strides)
-        return view
+        return mapped(array, sys.modules["pyopencl"].map_flags.READ)
     except Exception as error:  # whatever the driver raises
-        raise InputError(f"tensor {name} cannot be copied from its OpenCL device: {first_line(error)}") from error
+        raise InputError(f"tensor {name} cannot be read from its OpenCL device: {first_line(error)}") from error
+
+
+def mapped(array: Any, flags: int) -> np.ndarray:
+    """An array of PyOpenCL in the host's memory, where that of a CPU device is anyway. The base of what this gives is
+    the map, which lasts until it is released, or nobody uses it."""
+    cl = sys.modules["pyopencl"]
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    place = (array.offset, array.shape, array.dtype)
+    if not array.flags.c_contiguous:
+        place = (0, (array.base_data.size,), np.dtype(np.uint8))
+    whole, _ = cl.enqueue_map_buffer(queue_of(array), array.base_data, flags, *place, wait_for=array.events)
+    if array.flags.c_contiguous:
+        return np.asarray(whole)
+    view: np.ndarray = np.ndarray(array.shape, array.dtype, whole, array.offset, array.strides)
+    return view
 
 
 def queue_of(array: Any) -> Any:
@@ -160,8 +169,12 @@ def queue_of(array: Any) -> Any:
 
 
 def in_kind(array: np.ndarray, like: Any) -> Any:
-    """A new array of PyOpenCL in the context and by the queue of ``like``."""
-    return sys.modules["pyopencl.array"].to_device(queue_of(like), array)
+    """A new array of PyOpenCL in the context and by the queue of ``like``; on CPUs in the memory of ``array``."""
+    cl, arrays, queue = sys.modules["pyopencl"], sys.modules["pyopencl.array"], queue_of(like)
+    if not array.size or any(device.type != cl.device_type.CPU for device in like.context.devices):
+        return arrays.to_device(queue, array)
+    buffer = cl.Buffer(like.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+    return arrays.Array(queue, array.shape, array.dtype, data=buffer)
 
 
 def check_opencl_output(output: Any, shape: tuple[int, ...], dtype: str, inputs: Mapping[str, Any], name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dispatcher.problem.expressions import Expression
+from dispatcher.problem.shown import Shown
 
 Number = int | float
 Value = TypeVar("Value")
@@ -75,8 +76,8 @@ class StepSpec:
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Problem:
+@dataclass(frozen=True, repr=False)
+class Problem(Shown):
     """A fused operator, described once.
 
     Attributes:
@@ -136,3 +137,15 @@ class Problem:
     def scalars(self) -> tuple[Parameter, ...]:
         """``double`` parameters, in order."""
         return tuple(p for p in self.parameters if p.type == "double")
+
+    def _headline(self) -> str:
+        return f"{self.name}: {len(self.parameters)} parameters, {len(self.pipeline)} steps"
+
+    def _facts(self) -> Mapping[str, object]:
+        return {
+            **{"title": self.title, "origin": self.origin, "note": self.note},
+            "tensors": [f"{each.name} ({', '.join(map(str, each.shape or ()))})" for each in self.tensors],
+            "numbers": ", ".join(each.name for each in (*self.sizes, *self.scalars)),
+            "pipeline": [step.op for step in self.pipeline],
+            "cases": ", ".join(self.cases),
+        }

@@ -30,13 +30,14 @@ from dispatcher.ops.steps import (
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.model import Frozen, Problem, StepSpec
+from dispatcher.problem.shown import Shown
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 PRECISIONS = ("fp32", "tf32")
 
 
-@dataclass(frozen=True)
-class Operator:
+@dataclass(frozen=True, repr=False)
+class Operator(Shown):
     """A problem with every number known. Backends compile this and nothing else.
 
     Value ``0`` is the tensor that the first step reads, value ``i + 1`` the result of ``steps[i]``. Some
@@ -113,6 +114,20 @@ class Operator:
     def empty(self) -> bool:
         """True when the batch is empty, so that there is nothing to compute."""
         return math.prod(self.output_shape) == 0
+
+    def _headline(self) -> str:
+        inputs = ", ".join(f"{name} {shape}" for name, shape in self.tensor_shapes.items())
+        return f"{self.problem.name} ({self.dtype}, {self.precision}): {inputs} -> {self.output_shape}"
+
+    def _facts(self) -> Mapping[str, object]:
+        numbers = [f"{name}={value}" for name, value in {**self.sizes, **self.scalars}.items()]
+        steps = [f"{step.op} -> {step.shape}" for step in self.steps]
+        return {
+            "numbers": ", ".join(numbers),
+            "steps": steps,
+            "operations": self.flops,
+            "ideal bytes": self.ideal_bytes,
+        }
 
 
 def storage_dtype(name: str) -> np.dtype[Any]:

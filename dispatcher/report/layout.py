@@ -170,3 +170,8 @@ def optional(value: float | None) -> str:
 def assignments(values: Mapping[str, object]) -> list[str]:
     """The entries of a mapping as ``NAME=VALUE``."""
     return [f"{name}={value}" for name, value in values.items()]
+
+
+def options_text(options: Mapping[str, object]) -> str:
+    """Tuning options on one line."""
+    return " ".join(assignments(options)) if options and options.get("tuned") != "ignore" else "the default"

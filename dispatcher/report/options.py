@@ -104,4 +104,5 @@ GlobalSizeOption = Annotated[
         "function is called on the host.",
     ),
 ]
+PlotOption = Annotated[str | None, option("FILE", "Draw it: a .svg, .png or .pdf file; needs the extra plot.")]
 RetestOption = Annotated[bool, flag("Try the devices out again, whatever is known from earlier.", "--retest")]

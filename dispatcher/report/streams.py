@@ -340,6 +340,29 @@ def output_path(option: str, text: str) -> Path:
     return path
 
 
+def picture_path(text: str | None) -> Path | None:
+    """The file that --plot names, where it is given.
+
+    Raises:
+        InputError: no picture can be drawn there.
+    """
+    if text is None:
+        return None
+    from dispatcher.timing.charts import require_matplotlib
+
+    require_matplotlib(text)
+    output_path("--plot", text)
+    return Path(text).absolute()
+
+
+def draw(found: Sequence[Any], path: Path | None) -> None:
+    """Draw results of one kind to the file that --plot named, where it did."""
+    if path is not None and found:
+        from dispatcher.report import pictures
+
+        pictures.draw(found, path)
+
+
 def write_array(path: Path, array: np.ndarray) -> None:
     """Write a .npy file that is there complete or not at all.
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from dispatcher.errors import InputError
-from dispatcher.report import words
+from dispatcher.report import streams, words
 from dispatcher.report.streams import answer, complain, note_skipped, progress
+
+
+def given_options(context: typer.Context, beside: Container[str]) -> list[str]:
+    """The options and arguments that the command line gives, as it calls them, beside some by parameter name."""
+    found = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in beside:
+            names = [*parameter.opts[:1], *parameter.secondary_opts[:1]]
+            is_option = parameter.param_type_name == "option"
+            found.append("/".join(names) if is_option else str(parameter.name).upper())
+    return found
 
 
 def judge(
@@ -19,6 +32,7 @@ def judge(
     settings: Sequence[str] | None,
     given: dict[str, Any],
     as_json: bool,
+    picture: Path | None,
     **more: Any,
 ) -> None:
     """Verify a user's own kernel, on a device or on all that can run it, and say how it went."""
@@ -47,6 +61,7 @@ def judge(
             words.say_judgement(judgement, apart=number > 0)
         if not judgement.passed:
             complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
+    streams.draw(judgements, picture)
     raise typer.Exit(min(codes, default=0))
 
 

@@ -6,7 +6,18 @@ import statistics
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.report.layout import assignments, count, entry, first_sentence, listing, optional, seconds, share, table
+from dispatcher.report.layout import (
+    assignments,
+    count,
+    entry,
+    first_sentence,
+    listing,
+    optional,
+    options_text,
+    seconds,
+    share,
+    table,
+)
 from dispatcher.report.streams import complain, note, say
 
 if TYPE_CHECKING:
@@ -311,7 +322,7 @@ def say_tuned(results: Sequence[TuneResult]) -> None:
     """The winners, and all candidates."""
     rows = []
     for result in results:
-        best = _options(result.best)
+        best = options_text(result.best)
         times = seconds(result.best_s), seconds(result.default_s)
         kept = "yes" if result.kept else "no"
         rows.append((result.problem, result.device, best, result.clock, *times, f"{result.gain:.2f}", kept))
@@ -323,7 +334,7 @@ def say_tuned(results: Sequence[TuneResult]) -> None:
         )
         cells = [
             (
-                *(_options(each.options), "" if each.time_s is None else seconds(each.time_s)),
+                *(options_text(each.options), "" if each.time_s is None else seconds(each.time_s)),
                 *(" to ".join(map(seconds, each.quartiles_s or ())), each.reason),
             )
             for each in result.candidates
@@ -341,17 +352,13 @@ def say_kept(found: Sequence[Tuned], forgotten: bool) -> None:
     rows = [
         (
             *(str(tuned.about.get(name, "unknown")) for name in names),
-            *(_options(tuned.options), f"{tuned.gain:.2f}", str(tuned.about.get("kept_at", "unknown"))),
+            *(options_text(tuned.options), f"{tuned.gain:.2f}", str(tuned.about.get("kept_at", "unknown"))),
         )
         for tuned in found
     ]
     say(table(headers, rows))
     if forgotten:
         say(f"\n{len(found)} forgotten")
-
-
-def _options(options: Mapping[str, Any]) -> str:
-    return " ".join(assignments(options)) if options and options.get("tuned") != "ignore" else "the default"
 
 
 def note_left_out(results: Sequence[TuneResult]) -> None:

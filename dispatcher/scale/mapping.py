@@ -19,7 +19,7 @@ from dispatcher.errors import DispatcherError, InputError, KernelError, install
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import operator_dict, storage_dtype
-from dispatcher.scale.storage import batch_chunk, make_array, open_array, write_items
+from dispatcher.scale.storage import batch_chunk, make_array, open_array, read_items, write_items
 from dispatcher.scale.work import BatchPlan, Work, plan_batch, stand_in
 
 #: Bytes of inputs and results of a chunk, about, where nobody says how long chunks are.
@@ -79,7 +79,7 @@ class Job:
             DispatcherError: it failed twice; the message names the items.
         """
         last = min(first + self.chunk, self.items)
-        block = np.ascontiguousarray(open_array(self.source)[first:last])
+        block = read_items(self.source, first, last)
         write_items(self.folder / self.result, first, work(**{self.name: block}))
         (self.folder / DONE / str(first)).touch()
         return last - first
@@ -90,7 +90,8 @@ class Job:
             return self.run(work, first)
         except (DispatcherError, OSError, MemoryError, ValueError) as error:
             what = f"items {first} to {min(first + self.chunk, self.items) - 1}: {error or type(error).__name__}"
-            raise (type(error) if isinstance(error, DispatcherError) else KernelError)(what) from error
+            kinds = {DispatcherError: type(error), OSError: InputError, Exception: KernelError}
+            raise next(to for kind, to in kinds.items() if isinstance(error, kind))(what) from error
 
 
 def map_files(
@@ -185,10 +186,10 @@ def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
         known = json.loads((job.folder / PLAN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = None
-    if resume and known == wanted:
+    if resume and known == wanted and (job.folder / job.result).exists():
         return
-    if resume and known is not None:
-        changed = next(name for name in wanted if known.get(name) != wanted[name])
+    changed = next((name for name in wanted if known is not None and known.get(name) != wanted[name]), None)
+    if resume and changed is not None:
         raise InputError(
             f"{str(job.folder)!r} was made with another {changed}; give the same arguments, or leave --resume out"
         )
@@ -198,6 +199,7 @@ def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
         make_array(job.folder / job.result, plan.operator.output_shape, plan.operator.dtype, job.chunk)
         (job.folder / PLAN).write_text(json.dumps(wanted), encoding="utf-8")
     except OSError as error:
+        shutil.rmtree(job.folder, ignore_errors=True)
         raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,46 @@ def open_array(path: Path) -> Any:
         raise InputError(f"{str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
 
 
+def read_items(path: Path, first: int, last: int) -> np.ndarray:
+    """Batch items of an array, as a C-contiguous array."""
+    array = open_array(path)
+    if isinstance(array, np.memmap) and array.flags.c_contiguous:  # sooner there than page by page
+        offset, each = array.offset + first * array[0].nbytes, array[0].size
+        return np.fromfile(path, array.dtype, (last - first) * each, offset=offset).reshape(-1, *array.shape[1:])
+    return np.ascontiguousarray(array[first:last])
+
+
 def make_array(path: Path, shape: tuple[int, ...], dtype: str, chunk: int) -> None:
-    """Make an array of zeros, in chunks of ``chunk`` batch items."""
+    """Make an array of zeros, in chunks of ``chunk`` batch items; a Zarr array is not compressed.
+
+    Raises:
+        OSError: it cannot be made; there is not enough room for it, for one.
+    """
     if path.suffix == ".npy":
-        np.lib.format.open_memmap(path, "w+", dtype, shape).flush()
+        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+        if (free := shutil.disk_usage(path.parent).free) < array.nbytes:
+            raise OSError(f"it takes {array.nbytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
     else:
-        _zarr().open_array(str(path), mode="w", shape=shape, chunks=(chunk, *shape[1:]), dtype=dtype)
+        zarr, how = _zarr(), {"shape": shape, "chunks": (chunk, *shape[1:]), "dtype": dtype}
+        if hasattr(zarr, "create_array"):  # zeros are written too, since negative ones count as such
+            zarr.create_array(str(path), compressors=None, config={"write_empty_chunks": True}, **how)
+        else:
+            zarr.open_array(str(path), mode="w", compressor=None, **how)
 
 
 def write_items(path: Path, first: int, items: np.ndarray) -> None:
-    """Put batch items into an array that is there; they are in the file when this returns."""
-    last = first + len(items)
+    """Put batch items, C-contiguous ones, into an array that is there; they are in the file when this returns.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
     if path.suffix == ".npy":
-        array = np.lib.format.open_memmap(path, "r+")
-        array[first:last] = items
-        array.flush()
+        start = open_array(path).offset + first * items[0].nbytes
+        with path.open("r+b") as file:  # a full disk would be the end of a process that writes to mapped memory
+            file.seek(start)
+            file.write(items.data.cast("B"))
     else:
-        _zarr().open_array(str(path), mode="r+")[first:last] = items
+        _zarr().open_array(str(path), mode="r+")[first : first + len(items)] = items
 
 
 def batch_chunk(array: Any) -> int:

@@ -1,9 +1,10 @@
-"""Charts of benchmarks: bars of times and rooflines. Matplotlib is imported when a chart is drawn."""
+"""Charts of benchmarks: bars of times and rooflines; and what all pictures share. Drawing one imports Matplotlib."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ OUR_COLOURS = ("#c8401e", "#ef8a62", "#7f2a14", "#f7b799")
 PEER_COLOURS = ("#c9d3dc", "#9db4c5", "#6f93ad", "#4c7391", "#8c8c8c", "#4f4f4f")
 OTHER_ROOF, OTHER_POINT = "#333333", "#4c7391"
 MARKERS = "osD^vP"
+#: What a file name may end in, and what is left out of such files so that the same picture is the same bytes.
+FORMATS: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".png": {}, ".pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,38 @@ class Panel:
     roofs: Mapping[str, tuple[float, float]]
 
 
-def require_matplotlib(path: str) -> None:
-    """Check that a chart can be drawn to ``path``.
+def require_matplotlib(path: str | Path) -> None:
+    """Check that a picture can be drawn to ``path``.
 
     Raises:
-        InputError: Matplotlib is not installed, or the file is not to be a PNG.
+        InputError: Matplotlib is not installed, or the file is none of :data:`FORMATS`.
     """
-    if Path(path).suffix.lower() != ".png":
-        raise InputError(f"--plot is {path!r}; expected a file name that ends in .png")
+    if Path(path).suffix.lower() not in FORMATS:
+        raise InputError(f"--plot is {str(path)!r}; expected a file name that ends in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"--plot needs matplotlib, which is not installed; {install('plot')}")
+
+
+@contextmanager
+def figure_for(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, which is written to ``path`` in the end; the caller's settings of Matplotlib do not
+    matter, and stay.
+
+    Raises:
+        InputError: see :func:`require_matplotlib`; or the file cannot be written.
+    """
+    require_matplotlib(path)
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    fixed = {"svg.hashsalt": "kernel-dispatcher", "svg.fonttype": "none"}
+    with matplotlib.style.context("default"), matplotlib.rc_context(fixed):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        try:
+            figure.savefig(path, dpi=110, metadata=FORMATS[Path(path).suffix.lower()])
+        except OSError as error:
+            raise InputError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def short(problem: str) -> str:
@@ -74,59 +99,67 @@ def short(problem: str) -> str:
 
 
 def draw(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Write a chart as a PNG file, a row for each panel.
+    """Write a chart, a row for each panel.
 
     Raises:
-        ImportError: Matplotlib is not installed.
+        InputError: see :func:`figure_for`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = len(panels)
-    figure, axes = pyplot.subplots(
-        rows, 2, figsize=(17, 5.6 * rows), squeeze=False, width_ratios=(1.7, 1), layout="constrained"
-    )
     everything = [entry for panel in panels for entry in panel.entries if entry.times_s is not None]
     colours: dict[str, str] = {}
     for ours, palette in ((True, OUR_COLOURS), (False, PEER_COLOURS)):
         names = dict.fromkeys(entry.who for entry in everything if entry.ours == ours)
         colours |= {name: palette[i % len(palette)] for i, name in enumerate(names)}
-    for (left, right), panel in zip(axes, panels, strict=True):
-        _draw_bars(left, panel, colours)
-        _draw_roofline(right, panel, colours)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    lines = [sum(entry.times_s is not None for entry in panel.entries) for panel in panels]
+    groups = [len({entry.problem for entry in panel.entries}) for panel in panels]
+    heights = [max(4.5, 1.6 + 0.17 * bars + 0.34 * names) for bars, names in zip(lines, groups, strict=True)]
+    with figure_for(path, 17, sum(heights)) as figure:
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(1.5, 1), height_ratios=heights)
+        for (left, right), panel in zip(axes, panels, strict=True):
+            _draw_bars(left, panel, colours)
+            _draw_roofline(right, panel, colours)
+        figure.suptitle(title)
 
 
 def _draw_bars(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
-    """Draw groups of bars, one bar for each contender, on a logarithmic scale of milliseconds."""
+    """Draw bars under their problem's name, one for each contender, on a logarithmic scale of milliseconds."""
     groups = list(dict.fromkeys(entry.problem for entry in panel.entries))
     series = dict.fromkeys(entry.who for entry in panel.entries if entry.times_s is not None)
-    width = 0.84 / max(1, len(series))
-    for position, who in enumerate(series):
-        mine = [entry for entry in panel.entries if entry.who == who]
-        shift = (position - (len(series) - 1) / 2) * width
-        shown = [(groups.index(each.problem) + shift, each.times_s) for each in mine if each.times_s is not None]
-        heights = [1e3 * median for _, (median, _, _) in shown]
+    places: dict[str, list[tuple[int, tuple[float, float, float]]]] = {who: [] for who in series}
+    line = 0
+    for group in groups:
+        axis.text(
+            0.0, line, group, transform=axis.get_yaxis_transform(), va="center", fontsize=9, fontweight="bold",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=3,
+        )  # fmt: skip
+        for entry in panel.entries:
+            if entry.problem == group and entry.times_s is not None:
+                line += 1
+                places[entry.who].append((line, entry.times_s))
+        line += 2
+    for who, shown in places.items():
+        medians = [1e3 * median for _, (median, _, _) in shown]
         below = [1e3 * max(0.0, median - low) for _, (median, low, _) in shown]
         above = [1e3 * max(0.0, high - median) for _, (median, _, high) in shown]
-        bars = axis.bar(
-            [place for place, _ in shown], heights, width * 0.94, yerr=(below, above), color=colours[who],
-            label=who, error_kw={"elinewidth": 0.8}, zorder=2,
+        axis.barh(
+            [place for place, _ in shown], medians, 0.86, xerr=(below, above), color=colours[who], label=who,
+            error_kw={"elinewidth": 0.8}, zorder=2,
         )  # fmt: skip
-        axis.bar_label(bars, fmt=_milliseconds, fontsize=6.5, padding=2, rotation=90)
-    axis.set_xticks(range(len(groups)), [name.replace("-", "-\n", 2) for name in groups], fontsize=8)
-    axis.set_yscale("log")
-    axis.set_ylabel("milliseconds (log scale; lower is better)")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * 2.5)
-    axis.grid(axis="y", which="major", color="#dddddd", zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, ncols=4, loc="upper left", frameon=False)
-    axis.set_title(panel.titles[0], loc="left")
+        for (place, (_, _, high)), median in zip(shown, medians, strict=True):
+            axis.annotate(
+                _milliseconds(median), (max(median, 1e3 * high), place), (4, 0), textcoords="offset points",
+                va="center", fontsize=7.5,
+            )  # fmt: skip
+    axis.set_ylim(line - 1, -1)
+    axis.set_yticks([])
+    axis.set_xscale("log")
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right * (right / left) ** 0.06)
+    axis.set_xlabel("milliseconds (log scale; shorter is better)")
+    axis.grid(axis="x", which="major", color="#dddddd", zorder=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.legend(fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
+    axis.set_title(panel.titles[0], loc="left", pad=44 if len(series) > 4 else 30)
 
 
 def _milliseconds(ms: float) -> str:
@@ -185,10 +218,10 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
     Args:
         races: at least one of them with a result.
         title: heading.
-        path: the PNG file to write.
+        path: the file to write.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: see :func:`figure_for`.
     """
     entries: list[Entry] = []
     roofs: dict[str, tuple[float, float]] = {}
@@ -205,10 +238,7 @@ def draw_races(races: Sequence[Race], title: str, path: Path) -> None:
             where = "" if peer.place == "cpu" else f" ({peer.place})"
             entries.append(_entry(peer, f"{peer.name}{where}", False))
     panel = Panel(("Time of a warm call (median, quartiles)", "Roofline (kernels, caches cold)"), entries, roofs)
-    try:
-        draw([panel], title, path)
-    except OSError as error:
-        raise InputError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
+    draw([panel], title, path)
 
 
 def _entry(each: Measured, who: str, ours: bool, reached: tuple[float, float] | None = None) -> Entry:

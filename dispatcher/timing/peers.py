@@ -64,12 +64,14 @@ class Peer:
         modules: what it imports; all of them have to be installed.
         make: prepares it.
         after: backends whose drivers have to be loaded before these modules.
+        gpu: it runs on CUDA devices alone.
     """
 
     label: str
     modules: tuple[str, ...]
     make: MakePeer
     after: tuple[str, ...] = ()
+    gpu: bool = False
 
 
 def scalar(operand: Operand) -> float:
@@ -121,72 +123,107 @@ def environment_kept() -> Iterator[None]:
 
 
 # ---- PyTorch -----------------------------------------------------------------------------------------------
-def torch_peer(
-    operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None, *, last: bool, compiled: bool
-) -> PeerCall:
-    """PyTorch, eager or compiled, on the CPU or a CUDA device.
+@dataclass(frozen=True)
+class TorchWay:
+    """A way of using PyTorch.
+
+    Attributes:
+        label: what tables call it.
+        last: the convolution's tensors are in the memory format channels_last_3d, or channels_last.
+        mode: of torch.compile; None for eager.
+        search: cuDNN times its algorithms, which is not PyTorch's default: ``torch.backends.cudnn.benchmark``.
+    """
+
+    label: str
+    last: bool = False
+    mode: str | None = None
+    search: bool = False
+
+
+def torch_function(operator: Operator, way: TorchWay, tensor: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """All steps as one function from a contiguous tensor of PyTorch to another, in the given way.
 
     Args:
-        last: keep the convolution's tensors in the memory format channels_last_3d, or channels_last.
-        compiled: use torch.compile.
+        tensor: gives the tensor of an operand, on the device that computes.
+
+    Raises:
+        Unsupported: there is no such way of computing it.
     """
+    import torch
+
+    rank, axes = operator.problem.rank, operator.problem.rank + 2
+    memory_format = torch.contiguous_format
+    if way.last and rank == 1:
+        raise Unsupported("PyTorch has no such memory format for one spatial axis")
+    if way.last:
+        memory_format = torch.channels_last_3d if rank == 3 else torch.channels_last
+
+    def constant(operand: Any) -> Any:
+        found = tensor(operand)
+        return found.to(memory_format=memory_format) if found.ndim == axes else found
+
+    function = torch_pipeline(operator, constant)
+    if way.mode is not None:
+        # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
+        config = torch._dynamo.config
+        _keep(lambda: config.recompile_limit, partial(setattr, config, "recompile_limit"))
+        config.recompile_limit = 64
+        function = torch.compile(function, dynamic=False, fullgraph=True, mode=way.mode)
+    return lambda x: function(x.to(memory_format=memory_format)).contiguous()
+
+
+def torch_peer(
+    operator: Operator, tensors: Tensors, threads: int, gpu: int | None = None, *, way: TorchWay
+) -> PeerCall:
+    """PyTorch, in one way of using it, on the CPU or a CUDA device."""
     import torch
 
     if gpu is None and operator.precision != "fp32":
         raise Unsupported(f"precision {operator.precision} exists on GPUs only")
+    if gpu is None and way.search:
+        raise Unsupported("there is cuDNN on NVIDIA's GPUs only")
     if gpu is not None and not torch.cuda.is_available():
         raise Unsupported("this PyTorch sees no CUDA device; install one that is built for CUDA")
     _keep(torch.get_num_threads, torch.set_num_threads)
     torch.set_num_threads(threads)  # PyTorch has this for the whole process only
     device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
-    rank, axes = operator.problem.rank, operator.problem.rank + 2
-    memory_format = torch.contiguous_format
-    if last and rank == 1:
-        raise Unsupported("PyTorch has no such memory format for one spatial axis")
-    if last:
-        memory_format = torch.channels_last_3d if rank == 3 else torch.channels_last
-
-    def constant(operand: Any) -> Any:
-        array = torch.from_numpy(tensors[operand.name]).to(device)
-        return array.to(memory_format=memory_format) if array.ndim == axes else array
-
-    function = torch_pipeline(operator, constant)
-    if compiled:
-        # All pipelines share one code object. Each has its own sizes, and none may quietly run uncompiled.
-        config = torch._dynamo.config
-        _keep(lambda: config.recompile_limit, partial(setattr, config, "recompile_limit"))
-        config.recompile_limit = 64
-        function = torch.compile(function, dynamic=False, fullgraph=True)
-    shape = operator.steps[0].input_shape
+    function = torch_function(operator, way, lambda operand: torch.from_numpy(tensors[operand.name]).to(device))
+    shape, rank = operator.steps[0].input_shape, operator.problem.rank
     source = torch.from_numpy(tensors[operator.source]).reshape(*shape[:2], *shape[5 - rank :])
     if gpu is not None:
         # Switching TF32 on or off changes the first one too, which has more values: it is put back last.
         _keep(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
-        for owner in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            _keep(partial(getattr, owner, "allow_tf32"), partial(setattr, owner, "allow_tf32"))
-        return _on_gpu(torch, function, source, device, memory_format, operator.precision == "tf32")
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        for owner, name in ((matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "benchmark")):
+            _keep(partial(getattr, owner, name), partial(setattr, owner, name))
+        return _on_gpu(torch, function, source, device, way.search, operator.precision == "tf32")
 
     def call(timings: Timings | None = None) -> np.ndarray:
         with torch.no_grad():
-            result: np.ndarray = function(source.to(memory_format=memory_format)).contiguous().numpy()
+            result: np.ndarray = function(source).numpy()
         return result
 
     return call
 
 
-def _on_gpu(torch: Any, function: Any, source: Any, device: Any, memory_format: Any, tf32: bool) -> PeerCall:
+def set_torch(torch: Any, *, tf32: bool, search: bool) -> None:
+    """Set what PyTorch has for the whole process, and another way may have changed."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = search
+
+
+def _on_gpu(torch: Any, function: Any, source: Any, device: Any, search: bool, tf32: bool) -> PeerCall:
     """A call that uploads, computes and downloads, with an event between each of them."""
 
     def call(timings: Timings | None = None) -> np.ndarray:
-        # Global settings: another peer of this process may have changed them.
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cudnn.allow_tf32 = tf32
+        set_torch(torch, tf32=tf32, search=search)
         with torch.no_grad(), torch.cuda.device(device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
             events[0].record()
-            x = source.to(device).to(memory_format=memory_format)
+            x = source.to(device)
             events[1].record()
-            y = function(x).contiguous()
+            y = function(x)
             events[2].record()
             result: np.ndarray = y.cpu().numpy()
             events[3].record()
@@ -357,16 +394,25 @@ def openvino_peer(operator: Operator, tensors: Tensors, threads: int, gpu: int |
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
-def _torch(label: str, last: bool, compiled: bool) -> Peer:
-    return Peer(label, ("torch",), partial(torch_peer, last=last, compiled=compiled))
-
-
+#: PyTorch's, by the names of the peers; ``torch`` is as it is without any setting.
+TORCH_WAYS: dict[str, TorchWay] = {
+    "torch": TorchWay("torch"),
+    "torch-channels-last": TorchWay("torch, channels last", last=True),
+    "torch-compile": TorchWay("torch.compile", mode="default"),
+    "torch-compile-channels-last": TorchWay("torch.compile, channels last", last=True, mode="default"),
+    "torch-cudnn": TorchWay("torch, cudnn.benchmark", search=True),
+    "torch-cudnn-channels-last": TorchWay("torch, cudnn.benchmark, channels last", last=True, search=True),
+    "torch-max-autotune": TorchWay("torch.compile max-autotune, cudnn.benchmark", mode="max-autotune", search=True),
+    "torch-max-autotune-channels-last": TorchWay(
+        "torch.compile max-autotune, cudnn.benchmark, channels last", last=True, mode="max-autotune", search=True
+    ),
+}
 #: What can be compared with, by the name that users write.
 PEERS: dict[str, Peer] = {
-    "torch": _torch("torch", last=False, compiled=False),
-    "torch-channels-last": _torch("torch, channels last", last=True, compiled=False),
-    "torch-compile": _torch("torch.compile", last=False, compiled=True),
-    "torch-compile-channels-last": _torch("torch.compile, channels last", last=True, compiled=True),
+    **{
+        name: Peer(way.label, ("torch",), partial(torch_peer, way=way), gpu=way.search)
+        for name, way in TORCH_WAYS.items()
+    },
     "onnxruntime": Peer("ONNX Runtime", ("onnx", "onnxruntime"), onnxruntime_peer),
     # It brings an older copy of a library along that an OpenCL driver needs.
     "openvino": Peer("OpenVINO", ("onnx", "openvino"), openvino_peer, after=("opencl",)),

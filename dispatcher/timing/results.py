@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device, Roofline, device_dict
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.shown import Drawn
 from dispatcher.timing.sampling import Ratio, Times, rate, ratio
 
 State = Literal["cold", "warm"]
@@ -42,8 +44,8 @@ class Condition:
         return {name: None if times is None else times.as_dict() for name, times in parts}
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, repr=False)
+class Measured(Drawn):
     """How long one operator takes one contender: a device of ours, or another library.
 
     Attributes:
@@ -71,13 +73,18 @@ class Measured:
     clock_note: str
     shared_memory: bool
 
-    def __repr__(self) -> str:
-        """Who took how long; everything else is in :meth:`as_dict`."""
+    def _headline(self) -> str:
         checked = "not checked" if self.comparison is None else "checked"
         return (
-            f"<{type(self).__name__} {self.operator.problem.name} on {self.name}: median {self.median_s:.3g} s of "
-            f"{len(self.times_s)} warm calls, {checked}>"
+            f"{self.operator.problem.name} on {self.name}: median {self.median_s:.3g} s of "
+            f"{len(self.times_s)} warm calls, {checked}"
         )
+
+    def _facts(self) -> Mapping[str, object]:
+        low, high = self.quartiles_s
+        times = {"warm, seconds": f"{self.median_s:.3g}, quartiles {low:.3g} to {high:.3g}"}
+        kernel = self.warm.kernel and f"{self.warm.kernel.median_s:.3g}"
+        return {**times, "cold, seconds": f"{self.cold.wall.median_s:.3g}", "kernels, seconds": kernel}
 
     @property
     def times_s(self) -> tuple[float, ...]:
@@ -181,6 +188,13 @@ class Benchmark(Measured):
         """For each peer, how many times as long its warm calls take."""
         return {peer.name: ratio(peer.warm.wall, self.warm.wall) for peer in self.peers}
 
+    def _facts(self) -> Mapping[str, object]:
+        return {
+            **super()._facts(),
+            "others take": [f"{name}: {found.value:.2f} times as long" for name, found in self.ratios.items()],
+            "left out": [f"{name}: {reason}" for name, reason in self.left_out],
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """See :meth:`Measured.as_dict`."""
         return {
@@ -211,8 +225,8 @@ class Failure:
     error: DispatcherError | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
-class Race:
+@dataclass(frozen=True, repr=False)
+class Race(Drawn):
     """Contenders that took turns on one operator.
 
     Attributes:
@@ -232,8 +246,11 @@ class Race:
     settled: bool
     foreign_cores: float | None
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
         names = [each.name for each in (*self.results, *self.peers)]
         out = [failure.name for failure in self.failures]
         failed = f"; failed: {', '.join(out)}" if out else ""
-        return f"<Race of {', '.join(names) or 'nobody'}, {self.rounds} rounds{failed}>"
+        return f"of {', '.join(names) or 'nobody'}, {self.rounds} rounds{failed}"
+
+    def _facts(self) -> Mapping[str, object]:
+        return {each.name: f"{each.median_s:.3g} s" for each in (*self.results, *self.peers)}

@@ -33,6 +33,7 @@ from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.shown import Drawn
 from dispatcher.registry import backend
 from dispatcher.timing.differences import judge
 from dispatcher.timing.sampling import Schedule, Times, seconds_since, take_turns
@@ -68,8 +69,8 @@ class Candidate:
     quartiles_s: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class TuneResult:
+@dataclass(frozen=True, repr=False)
+class TuneResult(Drawn):
     """What a search found.
 
     Attributes:
@@ -108,6 +109,18 @@ class TuneResult:
         """A dictionary for JSON."""
         found = picked(self, "problem", "device", "best", "gain", "clock", "kept", "busy", "note")
         return {**found, "candidates": [picked(each, *vars(each)) for each in self.candidates]}
+
+    def _headline(self) -> str:
+        found = f"{self.gain:.2f} times the default's speed, {len(self.candidates)} candidates"
+        return f"{self.problem} on {self.device}: {found}"
+
+    def _facts(self) -> Mapping[str, object]:
+        names = {"best options": dict(self.best) or "the default", "kept": "yes" if self.kept else "no"}
+        times = [
+            f"{dict(each.options)}: {each.reason if each.time_s is None else f'{each.time_s:.3g} s'}"
+            for each in self.candidates
+        ]
+        return {**names, "note": self.note, "busy": self.busy, "candidates": times}
 
 
 class _Entrant:

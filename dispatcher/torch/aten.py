@@ -441,14 +441,6 @@ def _view(graph: Graph, x: Any, **_: Any) -> Any:
     return relaid(array_of(x), graph.sizes)
 
 
-@handles("slice")
-def _slice(graph: Graph, x: Any, **_: Any) -> Any:
-    sizes = x.sizes if isinstance(x, Array | Constant) else ()
-    if len(sizes) != len(graph.sizes) or not all(map(equal, sizes, graph.sizes)):
-        raise RefusedError("it takes a part of a tensor")
-    return x
-
-
 @handles("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "numpy_T", "mT", "permute_copy")
 def _permute(graph: Graph, x: Any, **given: Any) -> Array:
     array = array_of(x)

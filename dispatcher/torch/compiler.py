@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dispatcher.call.compiled import CompiledOperator, Settings
@@ -18,7 +20,7 @@ from dispatcher.device.selection import parse_request
 from dispatcher.errors import InputError, first_line
 from dispatcher.problem.messages import show
 from dispatcher.torch.importing import Imported
-from dispatcher.torch.partition import Piece, pieces_of, places, without_writes
+from dispatcher.torch.partition import Piece, fold, pieces_of, places, without_writes
 
 _numbers = itertools.count(1)
 #: Reports of the latest graphs.
@@ -94,8 +96,10 @@ def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
     static = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
+    # What an operator makes on the way, as an interpolation makes indices, is fake as well.
+    fake = next((each.fake_mode for each in fakes if isinstance(each, FakeTensor)), contextlib.nullcontext())
     try:
-        with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+        with torch.no_grad(), fake, torch.fx.traceback.preserve_node_meta():
             interpreted = partial(torch.fx.Interpreter.run, torch.fx.Interpreter(module))
             traced = make_fx(interpreted, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     except Exception as error:  # a higher-order operator, data-dependent sizes, ...
@@ -130,7 +134,7 @@ class _Compiled:
             node: value
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
-        }
+        } | fold(self.module)
         pieces, left = pieces_of(graph, weights)
         self.found.left += places(left)
         made: dict[Any, Any] = {}

@@ -23,6 +23,9 @@ from dispatcher.torch.patterns import PARTS, simplify
 #: The axes of a value that lie along each dimension of a tensor.
 Layout = tuple[tuple[int, ...], ...]
 
+#: The reason of a node that only a larger pattern could be a step with, and of an operator that is in none.
+NO_STEP = "the vocabulary has no step for it"
+
 #: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
 Handler = Callable[..., Any]
 
@@ -216,7 +219,7 @@ class Graph:
         if not unknown and not _contains(arguments, lambda each: isinstance(each, Array) or _is_input(each)):
             return self._folded(node, *arguments, in_place=in_place)
         if handler is None:
-            raise RefusedError("the vocabulary has no step for it")
+            raise RefusedError(NO_STEP)
         if unknown:
             return UNKNOWN
         given = _by_name(node.target, *arguments)
@@ -382,7 +385,7 @@ class Graph:
             return None
         for step in self.draft.order(value):
             if step.op in PARTS:
-                self.unsupported[step.node] = describe(step.node, "the vocabulary has no step for it")
+                self.unsupported[step.node] = describe(step.node, NO_STEP)
         return None if self.unsupported else (value, dropped)
 
     def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
@@ -476,17 +479,17 @@ def _rank(nodes: Iterable[Any], source: Any) -> int:
 def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
     """The nodes that those returned depend on, by their arguments or by what is written into these."""
     alive = set(returned)
-    written = {_base(node) for node in returned}
+    written = {base_of(node) for node in returned}
     for node in reversed(nodes):
         name = operator_name(node.target) if node.op == "call_function" else ""
         in_place = name.endswith("_") and not name.endswith("__")
-        if node in alive or (in_place and _base(node) in written):
+        if node in alive or (in_place and base_of(node) in written):
             alive.update((node, *node.all_input_nodes))
-            written.update(_base(each) for each in node.all_input_nodes)
+            written.update(base_of(each) for each in node.all_input_nodes)
     return alive
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """The node whose memory ``node`` shows."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
         name = operator_name(node.target).removeprefix("aten.")

@@ -5,13 +5,25 @@ Handlers are those of :mod:`dispatcher.torch.aten`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from dispatcher.torch.aten import HANDLERS, along, array_of, axes_of, combined, handles, number_of, reduced, unit_axes
-from dispatcher.torch.draft import RefusedError, example, fixed, is_one
+from dispatcher.torch.aten import (
+    HANDLERS,
+    along,
+    array_of,
+    axes_of,
+    chain,
+    combined,
+    handles,
+    number_of,
+    reduced,
+    unit_axes,
+)
+from dispatcher.torch.draft import RefusedError, example, extents, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, assign, equal, placed, whole
 
 __all__ = ["HANDLERS"]  # with those of this module
@@ -261,9 +273,41 @@ def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
 
 
 @handles("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def _upsample(graph: Graph, x: Any, **_: Any) -> Array:
+def _upsample_nearest(graph: Graph, x: Any, **_: Any) -> Array:
     """Repeating each place is a transposed convolution of each channel with ones."""
+    return _repeated(graph, array_of(x), torch.ones)
+
+
+@handles("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+def _upsample_linear(graph: Graph, x: Any, align_corners: bool = False, **_: Any) -> Array:
+    """Weights that fall with the distance are a transposed convolution of each channel, too; at the edges, where fewer
+    of them are used, it is divided by their sum."""
+    if align_corners:
+        raise RefusedError("it aligns corners, so that its weights differ from place to place")
+
+    def triangle(factor: int) -> Any:
+        taps = torch.arange(2 * factor - factor % 2, dtype=torch.float64)
+        return 1 - (taps - taps.mean()).abs() / factor
+
     array = array_of(x)
+    result = _repeated(graph, array, triangle)
+    for place in range(2, len(array.layout)):
+        before, after = fixed(array.sizes[place]), fixed(graph.sizes[place])
+        factor = after // before
+        ones, taps = torch.ones(1, 1, before, dtype=torch.float64), triangle(factor)[None, None]
+        used = torch.conv_transpose1d(ones, taps, stride=factor, padding=factor // 2)
+        name, dtype = f"{graph.node.name}_edges_{place - 2}", graph.node.meta["val"].dtype
+        share = Constant(name, used.reciprocal().flatten().to(dtype), (after,))
+        result = combined(graph, "scale", result, along(share, place, len(array.layout)))
+    return result
+
+
+def _repeated(graph: Graph, array: Array, taps: Callable[[int], Any]) -> Array:
+    """A transposed convolution of each channel whose stride is how often each place is repeated.
+
+    Args:
+        taps: makes the weights along an axis of such a stride.
+    """
     count = len(array.layout) - 2
     spatial, axes = _windows(graph, array, count)
     channels = fixed(array.value.shape[1])
@@ -273,11 +317,68 @@ def _upsample(graph: Graph, x: Any, **_: Any) -> Array:
         if not equal(size, before * factor):
             raise RefusedError("it does not repeat each place equally often")
         factors.append(factor)
-    dtype = graph.node.meta["val"].dtype
-    ones = torch.ones(channels, 1, *_spread_out(graph, factors, spatial, 1), dtype=dtype)
-    weight = graph.tensor(Constant(f"{graph.node.name}_ones", ones, tuple(ones.shape)))
-    fields = {"weight": weight, "stride": _spread_out(graph, factors, spatial, 1), "groups": channels}
+    kernel = torch.ones(channels, 1)
+    for factor in _spread_out(graph, factors, spatial, 1):
+        kernel = kernel[..., None] * taps(factor)
+    kernel = kernel.to(graph.node.meta["val"].dtype)
+    strides = _spread_out(graph, factors, spatial, 1)
+    fields = {
+        "weight": graph.tensor(Constant(f"{graph.node.name}_taps", kernel, tuple(kernel.shape))),
+        "stride": strides,
+        "padding": tuple((size - stride) // 2 for size, stride in zip(kernel.shape[2:], strides, strict=True)),
+        "groups": channels,
+    }
     return _result(graph, f"conv_transpose{graph.draft.rank}d", array, axes, fields)
+
+
+@handles("glu")
+def _glu(graph: Graph, x: Any, dim: int = -1, **_: Any) -> Array:
+    array = array_of(x)
+    half = fixed(array.sizes[dim]) // 2
+    gate = chain(graph, _channels(graph, array, dim, half, half), ("sigmoid", {}))
+    return combined(graph, "scale", _channels(graph, array, dim, 0, half), gate)
+
+
+@handles("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk")
+def _split(graph: Graph, x: Any, dim: int = 0, **_: Any) -> tuple[Array, ...]:
+    lengths = [fixed(extents(part.shape)[dim]) for part in graph.node.meta["val"]]
+    ends = itertools.accumulate(lengths)
+    return tuple(
+        _channels(graph, array_of(x), dim, end - length, length) for end, length in zip(ends, lengths, strict=True)
+    )
+
+
+@handles("slice", "narrow")
+def _slice(graph: Graph, x: Any, dim: int = 0, start: Any = None, step: int = 1, **_: Any) -> Any:
+    sizes = x.sizes if isinstance(x, Array | Constant) else ()
+    if len(sizes) == len(graph.sizes) and all(map(equal, sizes, graph.sizes)):
+        return x
+    first = fixed(0 if start is None else start)
+    if step != 1:
+        raise RefusedError("it takes every other place of a tensor")
+    array = array_of(x)
+    return _channels(graph, array, dim, first + (fixed(sizes[dim]) if first < 0 else 0), fixed(graph.sizes[dim]))
+
+
+def _channels(graph: Graph, array: Array, dim: int, start: int, length: int) -> Array:
+    """Some of the channels that a convolution makes: those that it makes with a part of its weights."""
+    value, dim = array.value, dim % len(array.layout)
+    weight, bias = value.fields.get("weight"), value.fields.get("bias")
+    if not (value.op.startswith("conv") and value.fields.get("groups", 1) == 1 and array.layout[dim] == (1,)):
+        raise RefusedError("it takes a part of a tensor, other than channels of a convolution's result")
+    assert value.source is not None
+    fields = dict(value.fields)
+    for name, each, place in (("weight", weight, int("transpose" in value.op)), ("bias", bias, 0)):
+        if each is None:
+            continue
+        if each.data is None:
+            raise RefusedError(f"it takes a part of the channels that {each.name} makes, which is an input")
+        part = each.data.narrow(place, start, length)
+        fields[name] = graph.tensor(Constant(each.name, part, tuple(part.shape)))
+    made = graph.draft.step(value.op, value.source, [*value.shape[:1], length, *value.shape[2:]], **fields)
+    layout = [() if place == dim and length == 1 else axes for place, axes in enumerate(array.layout)]
+    sizes = [length if place == dim else size for place, size in enumerate(array.sizes)]
+    return Array([made], tuple(layout), tuple(sizes))
 
 
 @handles("pad", "constant_pad_nd")

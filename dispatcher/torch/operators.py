@@ -91,7 +91,7 @@ def _operator(problem: Problem, settings: Settings, fixed: Arguments) -> Any:
     if fixed.output is not None:
         raise InputError(f"{problem.output.name} is the result, and an operator returns a new one; leave it out")
     # The name says what is computed, so that an exported program finds it again in another process.
-    facts = (replace(problem, path=None), settings, sorted(fixed.sizes.items()), sorted(fixed.scalars.items()))
+    facts = ({**vars(problem), "path": None}, settings, sorted(fixed.sizes.items()), sorted(fixed.scalars.items()))
     digest = hashlib.sha256(repr(facts).encode())
     for name, tensor in sorted(fixed.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

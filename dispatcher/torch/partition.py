@@ -11,7 +11,7 @@ import torch
 
 from dispatcher.errors import DispatcherError, UnsupportedError
 from dispatcher.problem.operator import DTYPES
-from dispatcher.torch.graph import Constant, describe, operator_name
+from dispatcher.torch.graph import NO_STEP, Constant, base_of, describe, operator_name
 from dispatcher.torch.importing import Imported, translate
 from dispatcher.torch.layers import HANDLERS
 
@@ -68,7 +68,7 @@ class Piece:
             value = outer.meta["val"]
             if outer in weights:
                 data = weights[outer].detach()
-                tensors[node] = Constant(outer.name, data, tuple(data.shape))
+                tensors[node] = Constant(outer.name, data, tuple(data.shape), outer.op == "get_attr")
             elif isinstance(value, torch.Tensor):
                 inputs.append(node)
             else:
@@ -95,6 +95,37 @@ def without_writes(graph: torch.fx.Graph) -> None:
                 user.replace_input_with(target, node)
 
 
+def fold(module: torch.fx.GraphModule) -> dict[Any, torch.Tensor]:
+    """Compute at once what depends on no input, such as ``torch.ones(4, 1, 1)``; gives the nodes that hold it."""
+    graph, known = module.graph, dict[Any, torch.Tensor]()
+    written = {base_of(node.args[0]) for node in graph.nodes if _writes(node)}
+    for node in list(graph.nodes):
+        value = None
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+        elif node.op == "call_function" and known.keys() >= set(node.all_input_nodes) and _is_repeatable(node):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            value = node.target(*args, **kwargs)
+        if not isinstance(value, torch.Tensor) or base_of(node) in written:
+            continue
+        holder = node
+        if node.op != "get_attr":
+            name = f"_folded_{len(known)}"
+            module.register_buffer(name, value, persistent=False)
+            with graph.inserting_before(node):
+                holder = graph.get_attr(name)
+            holder.meta = dict(node.meta)
+            node.replace_all_uses_with(holder)
+            graph.erase_node(node)
+        known[holder] = value
+    return known
+
+
+def _is_repeatable(node: Any) -> bool:
+    """Whether a node gives the same for the same, and does nothing else."""
+    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) and not _writes(node)
+
+
 def _may_alias(node: Any) -> bool:
     """Whether the result of a node may share memory with what it reads."""
     schema = getattr(node.target, "_schema", None)
@@ -112,7 +143,7 @@ def pieces_of(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
 
     Args:
         graph: of ATen operators, without dead code; each node has ``meta["val"]``.
-        weights: what placeholders hold that are weights and buffers.
+        weights: what nodes hold that are weights, buffers and constants.
 
     Returns:
         The groups; and the nodes that stay in PyTorch, with the reason.
@@ -188,7 +219,8 @@ def _reason(nodes: Sequence[Any], weights: Mapping[Any, torch.Tensor]) -> str | 
         found: list[Any] = list(error.nodes)
         last = [each for each in found if each.node.name == piece.nodes[-1].name]
         reason = str((last or found)[0].reason)
-        return None if reason.startswith("the result") else reason  # which has no layout of its own yet
+        # The end has no layout of its own yet, or is what a later step takes in, as a convolution does a ``cat``.
+        return None if reason.startswith("the result") or (last and reason == NO_STEP) else reason
     except DispatcherError as error:
         return str(error)
     except Exception as error:  # a symbol where only a number will do
@@ -241,7 +273,7 @@ def _piece(nodes: Sequence[Any]) -> Piece | None:
 
 def _refused(node: Any) -> str | None:
     """Why a node cannot be in a group whatever stands around it, or None."""
-    if node.op in ("placeholder", "output"):
+    if node.op in ("placeholder", "output", "get_attr"):
         return None
     if node.op != "call_function":
         return f"it is a {node.op}"
@@ -253,7 +285,7 @@ def _refused(node: Any) -> str | None:
     if _writes(node):
         return "it writes into a tensor that others may see"
     if name not in HANDLERS:
-        return "the vocabulary has no step for it"
+        return NO_STEP
     tensors = [_first_tensor(each) for each in (node, *node.all_input_nodes)]
     kinds = {str(each.dtype).removeprefix("torch.") for each in tensors if each is not None and each.ndim}
     if len(kinds) != 1 or not kinds <= set(DTYPES):

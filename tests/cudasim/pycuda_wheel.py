@@ -10,50 +10,30 @@ one just as well: only the name is recorded. cuRAND is left out. The wheel is ke
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
+from dispatcher.backends.cuda.install import build, pip
 from tests.cudasim.build import driver_library
 from tests.cudasim.cache import cached_folder, content_hash
 from tests.cudasim.toolkit import HEADERS, include_folder
 
-PYCUDA = "2026.1"
-
-# PyCUDA's setup.py reads these from siteconf.py. The optimiser level of its own code hardly matters, and -O1
-# halves the build time.
-SETTINGS = """\
-CUDA_INC_DIR = [{include!r}]
-CUDADRV_LIB_DIR = [{library!r}]
-CUDA_ENABLE_CURAND = False
-CXXFLAGS = ["-O1", "-g0"]
-LDFLAGS = ["-s", "-Wl,--no-as-needed"]
-"""
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True, stdout=sys.stderr)
+PYCUDA = "pycuda==2026.1"
+# The optimiser level of PyCUDA's own code hardly matters, and -O1 halves the build time.
+FLAGS = {"CXXFLAGS": ["-O1", "-g0"], "LDFLAGS": ["-s", "-Wl,--no-as-needed"]}
 
 
 def wheel() -> Path:
     """The PyCUDA wheel for this Python, built on first use (about a minute) and kept in the cache."""
 
     def fill(folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            _pip("download", "--quiet", "--no-deps", "--no-binary", "pycuda", "--dest", scratch, f"pycuda=={PYCUDA}")
-            (archive,) = Path(scratch).glob("*.tar.gz")
-            shutil.unpack_archive(archive, scratch)
-            (tree,) = (path for path in Path(scratch).iterdir() if path.is_dir())
-            settings = SETTINGS.format(include=str(include_folder()), library=str(driver_library().parent))
-            (tree / "siteconf.py").write_text(settings)
-            _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(tree))
+        places = {"CUDA_INC_DIR": [str(include_folder())], "CUDADRV_LIB_DIR": [str(driver_library().parent)]}
+        build(PYCUDA, {**places, **FLAGS}, folder)
 
     # An extension is bound to the Python version, and one linked here to this machine's C library.
     python = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}-{sysconfig.get_config_var('SOABI')}"
-    folder = cached_folder("pycuda", content_hash([], PYCUDA, SETTINGS, python, *HEADERS), fill)
+    folder = cached_folder("pycuda", content_hash([], PYCUDA, repr(FLAGS), python, *HEADERS), fill)
     (built,) = folder.glob("pycuda-*.whl")
     return built
 
@@ -65,7 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     built = wheel()
     if given.install:
-        _pip("install", "--quiet", str(built))
+        pip("install", "--quiet", str(built))
     print(built)
 
 

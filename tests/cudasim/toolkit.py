@@ -14,7 +14,11 @@ from tests.cudasim.cache import cached_folder, content_hash
 
 # One version for all: the driver interface that PyCUDA is built for follows from cuda.h.
 HEADERS = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-profiler-api==13.0.85")
-NVCC = (*HEADERS, "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88")
+# A later one refuses more than an earlier one.
+NVCC = (
+    *(f"nvidia-{part}==13.5.37" for part in ("cuda-nvcc", "cuda-crt", "cuda-runtime", "nvvm")),
+    "nvidia-cuda-cccl==13.3.5.0.6",
+)
 
 
 def _install(requirements: tuple[str, ...]) -> Path:

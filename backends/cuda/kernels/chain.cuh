@@ -27,7 +27,7 @@ struct KeptSum {
     total = sum;
   }
 };
-[[maybe_unused]] constexpr COMPUTE FAR = sizeof(COMPUTE) == 8 ? COMPUTE(0x1p-600) : COMPUTE(0x1p-80);
+[[maybe_unused]] constexpr COMPUTE FAR = COMPUTE(sizeof(COMPUTE) == 8 ? 0x1p-600 : 0x1p-80);
 
 // What an operation takes besides its input: a number, or a tensor that broadcasts.
 struct Operand {

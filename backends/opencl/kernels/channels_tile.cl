@@ -22,11 +22,12 @@ __attribute__((noinline))
 #endif
 static void TILE_NAME(global const REAL *restrict packed, const int first_d, const int first_h, const int rd, const int rh,
                       const int rw, global const REAL *restrict w, const int md, const int chunk, real_v results[TILE_V][MOST_W]) {
-  real_v acc[TILE_W][TILE_V];
+  real_v acc[TILE_W][TILE_V], total[TILE_W][TILE_V];
   #pragma unroll
   for (int p = 0; p < TILE_W; p++)
     #pragma unroll
-    for (int v = 0; v < TILE_V; v++) acc[p][v] = SPLAT(R(0.0));
+    for (int v = 0; v < TILE_V; v++) acc[p][v] = total[p][v] = SPLAT(R(0.0));
+  int terms = 0;
   for (int td = 0; td < TAPS_D[rd]; td++)
     for (int th = 0; th < TAPS_H[rh]; th++) {
       global const REAL *row = row_of_tap(packed, first_d, first_h, rd, rh, td, th, md, chunk);
@@ -60,11 +61,21 @@ static void TILE_NAME(global const REAL *restrict packed, const int first_d, con
           xr += CHANNEL;
           w += THREAD_C;
         }
+        terms += GROUP_IC;
+        if (terms < SUM_BLOCK) continue;
+        terms = 0;
+        #pragma unroll
+        for (int p = 0; p < TILE_W; p++)
+          #pragma unroll
+          for (int v = 0; v < TILE_V; v++) {
+            total[p][v] += acc[p][v];
+            acc[p][v] = SPLAT(R(0.0));
+          }
       }
     }
   #pragma unroll
   for (int p = 0; p < MOST_W; p++)
     #pragma unroll
-    for (int v = 0; v < TILE_V; v++) results[v][p] = p < TILE_W ? acc[min(p, TILE_W - 1)][v] : SPLAT(R(0.0));
+    for (int v = 0; v < TILE_V; v++) results[v][p] = p < TILE_W ? total[min(p, TILE_W - 1)][v] + acc[min(p, TILE_W - 1)][v] : SPLAT(R(0.0));
 }
 #undef IN_ROW

@@ -18,11 +18,12 @@
 static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict packed, const int first_d, const int first_h, const int rd,
                                       const int rh, const int rw, global const REAL *restrict w, const int md, const int chunk,
                                       global REAL *restrict line, global const REAL *restrict operands, const int channel) {
-  real_v acc[THREAD_C][TILE_W];
+  real_v acc[THREAD_C][TILE_W], total[THREAD_C][TILE_W];
   #pragma unroll
   for (int c = 0; c < THREAD_C; c++)
     #pragma unroll
-    for (int v = 0; v < TILE_W; v++) acc[c][v] = SPLAT(R(0.0));
+    for (int v = 0; v < TILE_W; v++) acc[c][v] = total[c][v] = SPLAT(R(0.0));
+  int terms = 0;
   for (int td = 0; td < TAPS_D[rd]; td++)
     for (int th = 0; th < TAPS_H[rh]; th++) {
       global const REAL *row = row_of_tap(packed, first_d, first_h, rd, rh, td, th, md, chunk);
@@ -46,6 +47,16 @@ static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict packed, const 
           xr += CHANNEL;
           w += THREAD_C;
         }
+        terms += GROUP_IC;
+        if (terms < SUM_BLOCK) continue;
+        terms = 0;
+        #pragma unroll
+        for (int c = 0; c < THREAD_C; c++)
+          #pragma unroll
+          for (int v = 0; v < TILE_W; v++) {
+            total[c][v] += acc[c][v];
+            acc[c][v] = SPLAT(R(0.0));
+          }
       }
     }
   line += CHUNK_LINE[chunk];
@@ -53,7 +64,7 @@ static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict packed, const 
   for (int c = 0; c < THREAD_C; c++)
     #pragma unroll
     for (int v = 0; v < TILE_W; v++) {
-      real_v value = acc[c][v];
+      real_v value = total[c][v] + acc[c][v];
       CONV_TAIL(value, channel + c);
       STORE_V(value, line + (size_t)c * (STRIDE_W * LINE) + v * VEC);
     }

@@ -7,11 +7,6 @@
 
 namespace cusim {
 
-inline void perform(const AsyncCopy &copy) {
-    memcpy(copy.destination, copy.source, copy.valid_bytes);
-    memset(static_cast<char *>(copy.destination) + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
-}
-
 inline void cp_async(void *destination, const void *source, unsigned bytes, unsigned valid_bytes) {
     need_sm_80("cp.async");
     if (bytes != 4 && bytes != 8 && bytes != 16)
@@ -19,22 +14,7 @@ inline void cp_async(void *destination, const void *source, unsigned bytes, unsi
     if ((reinterpret_cast<uintptr_t>(destination) | reinterpret_cast<uintptr_t>(source)) % bytes != 0)
         fail(cusim_abi::Outcome::misaligned, "cp.async of %u bytes from %p to %p", bytes, source, destination);
     AsyncCopy copy{destination, source, bytes, valid_bytes};
-    if (eager_copies) perform(copy);
-    else current->pending_copies.push_back(copy);
-}
-
-inline void cp_async_commit() { current->committed_groups.push_back(current->pending_copies.size()); }
-
-// Waits until at most `groups_left` committed groups are still pending.
-inline void cp_async_wait(unsigned groups_left) {
-    auto &groups = current->committed_groups;
-    auto &copies = current->pending_copies;
-    if (groups.size() <= groups_left) return;
-    size_t done = groups[groups.size() - groups_left - 1];
-    for (size_t i = 0; i < done; i++) perform(copies[i]);
-    copies.erase(copies.begin(), copies.begin() + done);
-    groups.erase(groups.begin(), groups.end() - groups_left);
-    for (size_t &end : groups) end -= done;
+    eager_copies ? perform(copy) : postpone(copy);
 }
 
 }  // namespace cusim

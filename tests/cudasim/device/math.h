@@ -1,11 +1,13 @@
 // Device functions that the host's <cmath> lacks. The fast intrinsics are as exact here as the plain functions.
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <cstring>
+#include <type_traits>  // the first header of the library, with its settings
+// The special functions of C++17 would take a third of a kernel's compilation, and no kernel knows them.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <cmath>
 
-using std::max;
-using std::min;
+template <class T> constexpr const T &max(const T &a, const T &b) { return a < b ? b : a; }
+template <class T> constexpr const T &min(const T &a, const T &b) { return b < a ? b : a; }
 
 // glibc declares functions of these names, so they are macros.
 #define __expf expf

@@ -189,8 +189,7 @@ static void prepare_fiber(unsigned i, uint3 thread_index) {
     fiber.lane = i % WARP_SIZE;
     fiber.warp = i / WARP_SIZE;
     fiber.state = State::ready;
-    fiber.pending_copies.clear();
-    fiber.committed_groups.clear();
+    forget_copies(i);
     // Stacks start at different offsets within a page, or they would compete for the same cache sets.
     void **top = reinterpret_cast<void **>(launch->arena.stacks + (i + 1) * cusim_abi::STACK_BYTES - 512 - fiber.lane * 64);
     *--top = nullptr;  // keeps the stack aligned as at a call

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "../abi.h"
 #include "vector_types.h"
@@ -18,20 +17,12 @@ constexpr uint32_t ALL_LANES = ~0u;
 
 enum class State : uint8_t { ready, at_block_barrier, in_warp_collective, finished };
 
-struct AsyncCopy {
-    void *destination;
-    const void *source;
-    unsigned bytes, valid_bytes;  // the rest is filled with zeros
-};
-
 struct Fiber {
     void *stack_pointer;
     uint3 thread_index;
     unsigned index, lane, warp;
     State state;
-    int barrier_line;                       // source line of the barrier it waits at
-    std::vector<AsyncCopy> pending_copies;  // late cp.async: not copied yet
-    std::vector<size_t> committed_groups;   // how many pending copies each committed group ends at
+    int barrier_line;  // source line of the barrier it waits at
 };
 
 struct Warp;
@@ -65,6 +56,19 @@ void block_barrier(bool predicate, int line);
 void warp_collective(uint32_t mask, Collective collective);
 
 inline Warp &current_warp() { return warps[current->warp]; }
+
+// What the running thread's cp.async instructions copy, now or when it waits for them.
+struct AsyncCopy {
+    void *destination;
+    const void *source;
+    unsigned bytes, valid_bytes;  // the rest is filled with zeros
+};
+
+void perform(const AsyncCopy &copy);
+void postpone(const AsyncCopy &copy);
+void cp_async_commit();
+void cp_async_wait(unsigned groups_left);  // until at most so many committed groups are still pending
+void forget_copies(unsigned thread);
 
 // Runs the blocks that this worker can get. `body` is called once per CUDA thread.
 cusim_abi::Outcome run_blocks(cusim_abi::Launch &launch, void (*body)(const void *), const void *arguments);

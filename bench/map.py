@@ -1,0 +1,120 @@
+"""How fast ``dispatcher map`` is: items a second from file to file, beside one long call on arrays in memory.
+
+    python bench/map.py [--problems NAME...] [--megabytes 1000] [--folder DIR] [--devices opencl:0]
+
+The call is warm, and computes as many items as the file has. The mapping is all of it: compiling, reading,
+computing in chunks of the usual length, and writing, with .npy files and with Zarr arrays that are not
+compressed. They take turns. The results have to be equal, byte for byte. The files lie in ``--folder``, in the
+system's folder for temporary files if left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import dispatcher
+from bench import common
+from bench.common import Run, bind_case, say
+from dispatcher.check.inputs import random_tensors
+from dispatcher.device.splitting import batch_parameter
+from dispatcher.scale.mapping import map_files
+from dispatcher.scale.storage import make_array, read_items, write_items
+from dispatcher.timing.sampling import sample_beside, timed
+
+PROGRAM, REPEATS = "map", 5
+PROBLEMS = ("conv2d-relu-biasadd", "conv3d-mish-tanh", "conv-transpose3d-max-max-sum")
+SUFFIXES = (".npy", ".zarr")
+
+
+def remove(path: Path) -> None:
+    """Remove an array, where there is one."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def measure(name: str, device: Any, run: Run, folder: Path) -> dict[str, Any]:
+    """Samples of the call and of the mappings of one problem."""
+    operator = bind_case(name)
+    tensors, source = random_tensors(operator, 0), operator.source
+    numbers = {**operator.sizes, **operator.scalars}
+    numbers.pop(batch_parameter(operator)[0])
+    given = numbers | {key: array for key, array in tensors.items() if key != source}
+    item_mb = sum(array[0].nbytes for array in (tensors[source], np.empty(operator.output_shape, np.float32))) / 1e6
+    items = max(1, round(run.settings.megabytes / item_mb))
+    x = np.resize(tensors[source], (items, *tensors[source].shape[1:]))
+    for suffix in SUFFIXES:
+        make_array(folder / f"x{suffix}", x.shape, "float32", 8)
+        write_items(folder / f"x{suffix}", 0, x)
+    compiled = dispatcher.compile(operator.problem, device=device.id, **given)
+    expected = compiled(**{source: x})
+
+    def mapping(suffix: str) -> Callable[[], float]:
+        def seconds() -> float:
+            remove(folder / f"y{suffix}")
+            start = time.perf_counter()
+            map_files(operator.problem, folder / f"x{suffix}", folder / f"y{suffix}", given, device=device.id)
+            return time.perf_counter() - start
+
+        return seconds
+
+    ways = {"call": timed(lambda: compiled(**{source: x}))} | {suffix: mapping(suffix) for suffix in SUFFIXES}
+    sampling = sample_beside(run.probe, run.settings.quiet_limit, ways, run.settings.repeats)
+    for way, reason in sampling.failures.items():
+        raise SystemExit(f"map: {name}, {way}: {reason}")
+    for suffix in SUFFIXES:
+        if not np.array_equal(read_items(folder / f"y{suffix}", 0, items), expected):
+            raise SystemExit(f"map: {name}: the result in {suffix} is not that of the call")
+    results = {way: {"samples": common.sample_lists(samples)} for way, samples in sampling.samples.items()}
+    return {"problem": name, "device": device.id, "label": common.device_label(device), "items": items,
+            "item_mb": item_mb, "results": results}  # fmt: skip
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """Items a second as a table."""
+    rows = []
+    for entry in report["entries"]:
+        rates = {way: entry["items"] / result["median_s"] for way, result in entry["results"].items()}
+        mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""
+        shares = [f"{mark}{rates[suffix]:.1f} ({100 * rates[suffix] / rates['call']:.0f} %)" for suffix in SUFFIXES]
+        first = (f"`{entry['problem']}`", entry["label"], str(entry["items"]), f"{entry['item_mb']:.1f}")
+        rows.append([*first, f"{mark}{rates['call']:.1f}", *shares])
+    titles = ("problem", "device", "items", "MB each", "one call, items/s", *(f"map, {each}" for each in SUFFIXES))
+    results = [result for entry in report["entries"] for result in entry["results"].values()]
+    return "\n".join([*common.markdown(titles, rows), "", common.drop_note(report, results)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the results, print the table."""
+    parser = common.new_parser(PROGRAM, __doc__, REPEATS)
+    parser.add_argument("--problems", nargs="+", metavar="NAME", default=PROBLEMS)
+    parser.add_argument("--megabytes", type=common.at_least(1), default=1000, help="of inputs and results")
+    parser.add_argument("--folder", type=Path)
+    settings = parser.parse_args(arguments)
+    run = Run.start(PROGRAM, settings)
+    entries = []
+    for device in run.devices:
+        for name in settings.problems:
+            say(f"{device.name}: {name}")
+            with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+                entries.append(measure(name, device, run, Path(folder)))
+    for entry in entries:
+        for result in entry["results"].values():
+            common.add_statistics(result, run.threshold)
+    report = run.report(megabytes=settings.megabytes, entries=entries)
+    common.keep(report, settings.output)
+    print(report_text(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
