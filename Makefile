@@ -8,7 +8,8 @@
 # make check-map  a Zarr array of 3 GB through `dispatcher map` in 1 GB of memory, interrupted, killed and resumed;
 #              MAP="--megabytes 500" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
-# make exports write every problem for Tensara, compile and run it on the simulator, and compile it with nvcc from PyPI
+# make exports write every problem in every form: for CUDA compiled and run on the simulator, and compiled by nvcc from
+#              PyPI; for OpenCL run by a program of its own
 # make docs    build the manual, into site/; warnings are errors
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md
@@ -82,7 +83,7 @@ fuzz: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
 
 exports: $(DEV_STAMP)
-	$(ON_CUDA) DISPATCHER_CUDA_SIM_DEVICES=1 DISPATCHER_TEST_EXPORTS=all $(BIN)/python -m pytest $(PYTEST) tests/test_cuda_export.py
+	$(ON_CUDA) DISPATCHER_CUDA_SIM_DEVICES=1 DISPATCHER_TEST_EXPORTS=all $(BIN)/python -m pytest $(PYTEST) tests/test_cuda_export.py tests/test_opencl_export.py
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

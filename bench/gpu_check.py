@@ -59,7 +59,7 @@ Call = Callable[[], tuple[float, float]]
 PACKAGES = ("numpy", "torch", "triton", "pycuda", "pyopencl")
 WARM_UP, REPEATS = 3, 20
 CHECKED_ITEMS = 2  # of the batch, in float64
-PROBLEM_S, PREPARE_S = 120, 75  # for a problem, of which PyTorch may compile and search
+PROBLEM_S, PREPARE_S = 100, 45  # for a problem, of which PyTorch may compile and search
 SIMULATED = os.environ.get("DISPATCHER_CUDA_SIM") == "1"
 
 

@@ -1,6 +1,6 @@
 """How fast ``dispatcher map`` is: items a second from file to file, beside one long call on arrays in memory.
 
-    python bench/map.py [--problems NAME...] [--megabytes 1000] [--folder DIR] [--devices opencl:0]
+    python bench/map.py [--problems NAME...] [--seconds 4] [--megabytes 1500] [--folder DIR] [--devices opencl:0]
 
 The call is warm, and computes as many items as the file has. The mapping is all of it: compiling, reading,
 computing in chunks of the usual length, and writing, with .npy files and with Zarr arrays that are not
@@ -33,7 +33,7 @@ from dispatcher.scale.storage import make_array, read_items, write_items
 from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM, REPEATS = "map", 5
-PROBLEMS = ("conv2d-relu-biasadd", "conv3d-mish-tanh", "conv-transpose3d-max-max-sum")
+PROBLEMS = ("conv2d-relu-biasadd", "conv2d-subtract-hardswish-maxpool-mish", "conv-transpose3d-max-max-sum")
 SUFFIXES = (".npy", ".zarr")
 
 
@@ -50,12 +50,14 @@ def measure(name: str, device: Any, run: Run, folder: Path) -> dict[str, Any]:
     numbers.pop(batch_parameter(operator)[0])
     given = numbers | {key: array for key, array in tensors.items() if key != source}
     item_mb = sum(array[0].nbytes for array in (tensors[source], np.empty(operator.output_shape, np.float32))) / 1e6
-    items = max(1, round(run.settings.megabytes / item_mb))
-    x = np.resize(tensors[source], (items, *tensors[source].shape[1:]))
+    compiled, one = dispatcher.compile(operator.problem, device=device.id, **given), tensors[source][:1]
+    compiled(**{source: one})
+    each_s = timed(lambda: compiled(**{source: one}))()
+    items = max(1, round(min(run.settings.megabytes / item_mb, run.settings.seconds / each_s)))
+    x = np.resize(tensors[source], (items, *one.shape[1:]))
     for suffix in SUFFIXES:
         make_array(folder / f"x{suffix}", x.shape, "float32", 8)
         write_items(folder / f"x{suffix}", 0, x)
-    compiled = dispatcher.compile(operator.problem, device=device.id, **given)
     expected = compiled(**{source: x})
 
     def mapping(suffix: str) -> Callable[[], float]:
@@ -97,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     parser = common.new_parser(PROGRAM, __doc__, REPEATS)
     parser.add_argument("--problems", nargs="+", metavar="NAME", default=PROBLEMS)
-    parser.add_argument("--megabytes", type=common.at_least(1), default=1000, help="of inputs and results")
+    parser.add_argument("--megabytes", type=common.at_least(1), default=1500, help="of inputs and results, at most")
+    parser.add_argument("--seconds", type=common.positive, default=4.0, help="of a call, about, at most")
     parser.add_argument("--folder", type=Path)
     settings = parser.parse_args(arguments)
     run = Run.start(PROGRAM, settings)
@@ -110,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in entries:
         for result in entry["results"].values():
             common.add_statistics(result, run.threshold)
-    report = run.report(megabytes=settings.megabytes, entries=entries)
+    report = run.report(entries=entries)
     common.keep(report, settings.output)
     print(report_text(report))
     return 0

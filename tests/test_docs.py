@@ -83,12 +83,24 @@ def test_the_guides_count_the_problems_and_the_readme_names_every_command() -> N
         assert f"dispatcher {command} " in readme
 
 
-def test_the_manual_s_pages_are_in_its_table_of_contents() -> None:
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    for name in dispatcher.__all__:
+        value = getattr(dispatcher, name)
+        assert name == "__version__" or (
+            f"::: {value.__module__}" in page
+            and (f".{value.__name__}\n" in page or value.__module__ == "dispatcher.errors")
+        ), name
+
+
+def test_the_manual_s_pages_are_in_its_table_of_contents_and_link_to_files_that_exist() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for page in (ROOT / "docs").rglob("*.md"):
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    for page in pages:
         assert f": {page.relative_to(ROOT / 'docs')}\n" in contents
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)", (ROOT / "docs/gallery.md").read_text(encoding="utf-8")):
-        assert (ROOT / "docs" / picture).is_file(), picture
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *pages):
+        for target in re.findall(r"\]\(((?!https?:)[^)#\s]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 def test_targets_and_files_that_the_contributing_guide_names_exist() -> None:

@@ -145,6 +145,46 @@ def test_a_cuda_compiler_from_pypi_is_found_and_offered(monkeypatch: pytest.Monk
     assert there.detail == f"{home / 'bin' / 'nvcc'} -L{home / 'lib'}, 13.1"
 
 
+@linux
+def test_pycuda_is_built_against_what_pypi_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dispatcher.backends.cuda import install
+    from dispatcher.errors import DeviceError, KernelError
+
+    said: list[str] = []
+
+    def pip(*arguments: str) -> None:
+        said.append(" ".join(arguments[:2]))
+        place = Path(arguments[arguments.index("--dest") + 1]) if "--dest" in arguments else None
+        if place is not None:
+            (place / "pycuda-1").mkdir()
+            shutil.make_archive(str(place / "pycuda-1"), "gztar", place, "pycuda-1")
+        elif arguments[0] == "wheel":
+            said.append((Path(arguments[-1]) / "siteconf.py").read_text())
+            (Path(arguments[-2]) / "pycuda-1-any.whl").touch()
+
+    monkeypatch.setattr(install, "pip", pip)
+    monkeypatch.setattr(install.toolkit, "from_pypi", lambda: [Path("/env/nvidia/cu13/bin/nvcc")])
+    monkeypatch.setattr(install, "DRIVER", "libno_such_driver.so.1")
+    with pytest.raises(DeviceError, match="install the NVIDIA driver first"):
+        install.install()
+    monkeypatch.setattr(install, "DRIVER", "libcuda.so.1")
+    monkeypatch.setattr(install, "driver", lambda: Path("/driver/libcuda.so.580"))
+    install.install()
+    assert [line.partition("==")[0] for line in said if "CUDA_INC_DIR" not in line] == [
+        "install cuda-toolkit[nvcc,nvvm,crt,cudart,cccl,profiler]", "download --quiet", "wheel --quiet",
+        f"install {said[-1].split()[1]}",
+    ]  # fmt: skip
+    for line in (
+        "CUDA_INC_DIR = ['/env/nvidia/cu13/include']", "CUDADRV_LIBNAME = [':libcuda.so.1']",
+        "CUDADRV_LIB_DIR = ['/driver']", "CUDA_ENABLE_CURAND = False",
+    ):  # fmt: skip
+        assert line in said[-2]
+    failure = subprocess.CalledProcessError(1, ["python", "-m", "pip", "install"])
+    monkeypatch.setattr(install, "pip", lambda *arguments: (_ for _ in ()).throw(failure))
+    with pytest.raises(KernelError, match="-m pip install failed with exit status 1"):
+        install.install()
+
+
 def test_the_exit_code_tells_whether_anything_accelerates(
     install_backends: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def linear(dtype: str = "float32") -> dict[str, Operator]:
         "dilated": conv_operator((1, 3, 3, 4, 7), 9, (2, 3, 2), stride=[1, 2, 3], dilation=3, dtype=dtype),
         "holes": conv_operator((2, 3, 2, 3, 5), 5, (1, 1, 1), stride=3, output_padding=2, bias=True, dtype=dtype),
         "depthwise": conv_operator((2, 7, 3, 4, 9), 7, (3, 3, 3), groups=7, padding=1, dtype=dtype),
+        "wide_rows": conv_operator((2, 3, 2, 5, 53), 6, (1, 3, 4), groups=3, padding=[0, 1, 3], bias=True, dtype=dtype),
         "groups": conv_operator((1, 6, 3, 4, 9), 15, (3, 3, 3), groups=3, stride=2, bias=True, dtype=dtype),
         "one_channel": conv_operator((1, 1, 5, 5, 70), 1, (3, 3, 3), dtype=dtype),
         "many_channels": conv_operator((1, 257, 2, 2, 3), 67, (1, 2, 1), dtype=dtype),

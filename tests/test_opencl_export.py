@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,16 +19,19 @@ from dispatcher.check.comparison import verify_result
 from dispatcher.check.inputs import random_tensors
 from dispatcher.errors import InputError
 from dispatcher.export.formats import export
-from dispatcher.problem.loader import load_problem
+from dispatcher.problem.loader import load_problem, problem_names
 from tests.family import operator_for
 from tests.strategies import DEVICES
 
-#: Every kind of buffer and launch.
-PROGRAMS = (
+#: Every kind of buffer and launch; ``DISPATCHER_TEST_EXPORTS=all`` takes all problems besides.
+PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("conv-transpose3d-max-max-sum", "cpu-avx512", "float64"),
     ("conv-transpose3d-avgpool-clamp-softmax-multiply", "cpu", "float32"),
     ("conv2d-instancenorm-divide", "gpu", "float32"),
 )
+if os.environ.get("DISPATCHER_TEST_EXPORTS") == "all":
+    KINDS = itertools.product(("float32", "float64"), ("cpu", "cpu-avx512", "gpu"))
+    PROGRAMS += tuple((name, *kind[::-1]) for name, kind in zip(problem_names(), itertools.cycle(KINDS)))
 PLACE = next((place for place in reversed(DEVICES) if place.backend == "opencl"), None)
 
 

@@ -16,7 +16,7 @@ import dispatcher
 from dispatcher import cli
 from dispatcher.check.comparison import compare
 from dispatcher.interface import PlannedLaunch
-from dispatcher.report.flow import Stage, handed_over, stages
+from dispatcher.report.flow import handed_over, stages
 from dispatcher.timing.tuning import Candidate, TuneResult
 
 RESIDUAL = "conv-transpose3d-sum-residualadd-multiply-residualadd"
@@ -84,7 +84,8 @@ def test_bytes_between_launches_are_of_all_values_that_are_read_later() -> None:
     assert handed_over(operator, len(operator.steps) - 1) == []
     half = dispatcher.explain(RESIDUAL, device="numpy", case="sample", dtype="float16").operator
     assert handed_over(half, 1) == handed_over(operator, 1)  # computed, and passed on, in float32
-    assert Stage([], None, 0).first is None
+    flat = dispatcher.explain("conv2d-mish-mish", device="numpy", case="sample").operator
+    assert handed_over(flat, 0) == [("conv2d", (1, 3, 3, 3), 4 * 27)]
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------

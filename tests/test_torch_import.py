@@ -493,6 +493,25 @@ def test_each_reason_is_true(function: Callable[..., Any], reason: str) -> None:
         import_module(Does(function), (random(2, 4, 4, 5),))
 
 
+def written_in_parts(y: Any, how: str) -> Any:
+    """``y``, or a part of it, with something written in place that the other one sees."""
+    part = y[:, 1:]
+    if how == "the part":
+        part.mul_(2)
+    elif how == "the whole":
+        y.relu_()
+        return part.tanh()
+    else:
+        y[:, 0] = 0.0
+    return y.tanh()
+
+
+@pytest.mark.parametrize("how", ["the part", "the whole", "an element"])
+def test_writing_in_place_where_a_part_is_seen_is_refused(how: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"writes into a part|no step for it"):
+        import_module(Does(lambda y: written_in_parts(y, how), nn.Conv2d(4, 4, 1)), (random(2, 4, 4, 5),))
+
+
 def test_dropout_of_what_is_always_zero_is_zero() -> None:
     module = Does(lambda x: F.dropout(torch.clamp(torch.min(x, torch.tensor(0.0)), 0.0, 1.0), 0.4), nn.Conv2d(2, 3, 1))
     assert "clamp" in steps(imported(module, random(2, 2, 4, 5)))

@@ -48,25 +48,34 @@ def build(requirement: str, settings: Mapping[str, object], folder: Path) -> Pat
     return wheel
 
 
-def install() -> None:
-    """Install all of it into this Python.
+def driver() -> Path:
+    """The driver's library, which PyCUDA is linked with.
 
     Raises:
-        DeviceError: there is no driver, whose library PyCUDA is linked with.
-        KernelError: pip failed; stderr has its words.
+        DeviceError: there is none.
     """
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
         raise DeviceError(f"{error}; install the NVIDIA driver first") from error
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    driver = next(Path(line.split()[-1]) for line in maps if "/libcuda.so" in line)
+    return next(Path(line.split()[-1]) for line in maps if "/libcuda.so" in line)
+
+
+def install() -> None:
+    """Install all of it into this Python.
+
+    Raises:
+        DeviceError: there is no driver.
+        KernelError: pip failed; stderr has its words.
+    """
+    folder_of_driver = driver().parent
     try:
         pip("install", PARTS)
         importlib.invalidate_caches()
         settings = {
             "CUDA_INC_DIR": [str(toolkit.from_pypi()[0].parents[1] / "include")],
-            "CUDADRV_LIB_DIR": [str(driver.parent)],
+            "CUDADRV_LIB_DIR": [str(folder_of_driver)],
             "CUDADRV_LIBNAME": [f":{DRIVER}"],  # a driver alone need not have the name that linkers look for
         }
         with tempfile.TemporaryDirectory() as folder:

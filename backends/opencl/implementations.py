@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dispatcher.backends.opencl import lines, tiled
+from dispatcher.backends.opencl import inplace, lines, tiled, tuned
 from dispatcher.backends.opencl.grouped import Shared, lower_shared
 from dispatcher.backends.opencl.groups import WINDOWS, Group, LineRules, Rules, Unfused, plan
 from dispatcher.backends.opencl.lowered import Lowered
@@ -19,6 +19,12 @@ from dispatcher.backends.opencl.target import Target
 from dispatcher.backends.opencl.tiles import Tile
 from dispatcher.ops.steps import Convolution, Pool
 from dispatcher.problem.operator import Operator
+
+#: What a vector of results costs besides its sums where they go through a line, in vector multiply-adds: it is stored,
+#: read again when the others of the box are there, and stored where it belongs.
+LINE_COST = 30.0
+#: A product of the kernel that computes one result after another.
+GATHER_COST = 4.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class Task:
         fold = None if group.fold is None else group.fold[0]
         geometry, whole_rows = group.convolution.geometry, group.gathers is not None
         return lines.choose(geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
+
+    @cached_property
+    def in_place(self) -> inplace.InPlaceLayout:
+        """The layout of the CPU kernel for groups of few channels."""
+        return inplace.layout_of(self.group, self.target, self.real)
 
 
 class Implementation(Protocol):
@@ -90,10 +101,38 @@ class Lines:
         assert group.convolution is not None
         geometry, window = group.convolution.geometry, None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
-        return lines.ranked(geometry, window, facts, real, Options(), transformed=self.winograd)[0][0]
+        vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
+        work = lines.ranked(geometry, window, facts, real, Options(), transformed=self.winograd)[0][0]
+        return work + LINE_COST * vectors
 
     def lower(self, task: Task) -> Lowered:
         return lines.lower_lines(task.group, task.target, task.real, *task.lines)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The convolution for CPUs whose groups have few channels; its taps may lie as far apart as they like."""
+
+    name: str = "in-place"
+    most_builds: int = 1
+
+    def accepts(self, task: Task) -> str | None:
+        convolution = task.group.convolution
+        if convolution is None:
+            return "not a convolution"
+        given = replace(task.options, fusion=None)
+        if replace(given, tuned=None) not in (Options(), Options("direct")):
+            return "options of another kernel are given"
+        known = tuned.recall(task.target.identity, convolution.geometry, None, task.real.name)
+        if given == Options() and known is not None:
+            return known[1]
+        return inplace.in_place_reason(task.group, task.in_place)
+
+    def estimate(self, task: Task) -> float:
+        return task.in_place.work
+
+    def lower(self, task: Task) -> Lowered:
+        return inplace.lower_in_place(task.group, task.in_place, task.real)
 
 
 @dataclass(frozen=True)
@@ -128,7 +167,9 @@ class Gather:
         return "a kernel of its own runs it" if task.group.declined is None else None
 
     def estimate(self, task: Task) -> float:
-        return _elements(task)
+        assert task.group.convolution is not None
+        geometry = task.group.convolution.geometry
+        return GATHER_COST * geometry.flops / (2 * max(1, geometry.batch))
 
     def lower(self, task: Task) -> Lowered:
         return lower_gather(task.group, task.target, task.real)
@@ -180,6 +221,7 @@ class Steps:
 
 #: All of them, the preferred ones first.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    InPlace(),
     Lines("lines-winograd", winograd=True),
     Lines("lines-direct", winograd=False),
     Tiled(),

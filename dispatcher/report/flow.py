@@ -65,8 +65,13 @@ def handed_over(operator: Operator, last: int) -> list[tuple[str, tuple[int, ...
     readers = Flow(operator).last_reader
     itemsize = max(4, storage_dtype(operator.dtype).itemsize)
     values = [value for value in range(1, last + 2) if readers.get(value, -1) > last]
-    shapes = [(operator.steps[value - 1].op, operator.steps[value - 1].shape) for value in values]
-    return [(op, shape, math.prod(shape) * itemsize) for op, shape in shapes]
+    steps = [operator.steps[value - 1] for value in values]
+    return [(step.op, visible(operator, step.shape), math.prod(step.shape) * itemsize) for step in steps]
+
+
+def visible(operator: Operator, shape: Sequence[int]) -> tuple[int, ...]:
+    """A value's shape without the axes that problems of its rank lack."""
+    return (*shape[:2], *shape[5 - operator.problem.rank :])
 
 
 # ---- lines -------------------------------------------------------------------------------------------------
@@ -130,7 +135,10 @@ def _long(text: str) -> Iterator[_Line]:
 
 def _step_lines(operator: Operator, indices: range) -> Iterator[_Line]:
     """Steps in columns: what they do, with what, and the shape of what they make."""
-    rows = [(step.op, _operands(operator, step), f"-> {step.shape}") for step in (operator.steps[i] for i in indices)]
+    rows = [
+        (step.op, _operands(operator, step), f"-> {visible(operator, step.shape)}")
+        for step in map(operator.steps.__getitem__, indices)
+    ]
     wide, wider = (max(len(row[column]) for row in rows) for column in (0, 1))
     for op, operands, shape in rows:
         yield _Line(f"{op:<{wide}}  {operands:<{wider}}  {shape}")

@@ -16,7 +16,7 @@ from dispatcher.ops.steps import axis_names
 from dispatcher.report.flow import draw_explanation
 from dispatcher.report.layout import options_text
 from dispatcher.timing.charts import OTHER_POINT, OTHER_ROOF, OUR_COLOURS, PEER_COLOURS, draw_races, figure_for
-from dispatcher.timing.results import Benchmark, Measured, PeerBenchmark, Race
+from dispatcher.timing.results import Benchmark, Race
 from dispatcher.timing.tuning import Candidate, TuneResult
 
 #: Results of ``verify`` in a picture: the worst ones.
@@ -45,15 +45,9 @@ def draw(found: Sequence[Any], path: str | Path) -> None:
             draw_candidates(found, path)
         case Race():
             draw_races(found, "kernel-dispatcher, times on this machine", Path(path))
-        case Measured():
-            races = [_race_of(each) for each in found]
-            draw_races(races, "kernel-dispatcher, times on this machine", Path(path))
-
-
-def _race_of(each: Measured) -> Race:
-    ours = (each,) if isinstance(each, Benchmark) else ()
-    peers = each.peers if isinstance(each, Benchmark) else (each,) if isinstance(each, PeerBenchmark) else ()
-    return Race(ours, peers, (), len(each.times_s), True, None)
+        case Benchmark():
+            races = [Race((each,), each.peers, (), len(each.times_s), True, None) for each in found]
+            draw(races, path)
 
 
 # ---- verify: where the errors are --------------------------------------------------------------------------

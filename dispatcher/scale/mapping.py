@@ -24,6 +24,8 @@ from dispatcher.scale.work import BatchPlan, Work, plan_batch, stand_in
 
 #: Bytes of inputs and results of a chunk, about, where nobody says how long chunks are.
 CHUNK_BYTES = 32 << 20
+#: How many times as long a chunk may be, for the sake of a whole piece of a Zarr.
+LONGER = 4
 #: Chunks under way in one process: one is read or written while the other is computed.
 TOGETHER = 2
 PLAN, DONE = "plan.json", "done"
@@ -149,8 +151,8 @@ def map_files(
     operator = plan.operator
     items, piece = operator.batch, batch_chunk(array)
     length = chunk or max(1, CHUNK_BYTES // max(1, _item_bytes(plan, name)))
-    if chunk is None and length > piece:
-        length = length // piece * piece
+    if chunk is None:  # whole pieces, since each piece is read as often as it is needed
+        length = length // piece * piece or min(piece, LONGER * length)
     length = max(1, min(length, items))
     job = Job(source, name, output.with_name(f".{output.name}.partial"), f"result{output.suffix}", length, items)
     _begin(job, plan, output, resume)

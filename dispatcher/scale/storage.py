@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ def make_array(path: Path, shape: tuple[int, ...], dtype: str, chunk: int) -> No
         OSError: it cannot be made; there is not enough room for it, for one.
     """
     if path.suffix == ".npy":
-        array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-        if (free := shutil.disk_usage(path.parent).free) < array.nbytes:
-            raise OSError(f"it takes {array.nbytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
+        np.lib.format.open_memmap(path, "w+", dtype, shape).flush()
+        if hasattr(os, "posix_fallocate"):  # now is the time to learn that the disk is full; writes are faster, too
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     else:
         zarr, how = _zarr(), {"shape": shape, "chunks": (chunk, *shape[1:]), "dtype": dtype}
         if hasattr(zarr, "create_array"):  # zeros are written too, since negative ones count as such
@@ -77,7 +78,7 @@ def write_items(path: Path, first: int, items: np.ndarray) -> None:
         start = open_array(path).offset + first * items[0].nbytes
         with path.open("r+b") as file:  # a full disk would be the end of a process that writes to mapped memory
             file.seek(start)
-            file.write(items.data.cast("B"))
+            file.write(items.view(np.uint8).data)
     else:
         _zarr().open_array(str(path), mode="r+")[first : first + len(items)] = items
 

@@ -13,7 +13,7 @@ from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device, Roofline, device_dict
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import Operator, operator_dict
-from dispatcher.problem.shown import Drawn
+from dispatcher.problem.shown import Drawn, Shown
 from dispatcher.timing.sampling import Ratio, Times, rate, ratio
 
 State = Literal["cold", "warm"]
@@ -45,7 +45,7 @@ class Condition:
 
 
 @dataclass(frozen=True, repr=False)
-class Measured(Drawn):
+class Measured(Shown):
     """How long one operator takes one contender: a device of ours, or another library.
 
     Attributes:
@@ -151,7 +151,7 @@ class PeerBenchmark(Measured):
 
 
 @dataclass(frozen=True, repr=False)
-class Benchmark(Measured):
+class Benchmark(Measured, Drawn):
     """How long one problem takes on one device.
 
     Attributes:
@@ -226,7 +226,7 @@ class Failure:
 
 
 @dataclass(frozen=True, repr=False)
-class Race(Drawn):
+class Race(Shown):
     """Contenders that took turns on one operator.
 
     Attributes:

@@ -29,15 +29,6 @@ NO_STEP = "the vocabulary has no step for it"
 #: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
 Handler = Callable[..., Any]
 
-#: Operations whose result is a view of their first argument, or may be one.
-_VIEWS = frozenset(
-    (
-        *("alias", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim", "moveaxis", "numpy_T", "mT"),
-        *("permute", "reshape", "reshape_as", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten"),
-        *("unsqueeze", "view", "view_as", "_unsafe_view", "to"),
-    )
-)
-
 
 def equal(left: Extent, right: Extent) -> bool:
     """Whether two extents are the same whatever the sizes are."""
@@ -162,6 +153,7 @@ class Graph:
     Attributes:
         draft: the steps.
         unsupported: nodes that have no counterpart, in order.
+        cut: what holds the values of tensors that are parts of others, and of these.
         node: the present one.
         name: of its operator, without ``aten.`` and the underscore of those that write in place.
     """
@@ -179,6 +171,7 @@ class Graph:
         self.unsupported: dict[Any, Unsupported] = {}
         self.results: dict[Any, Any] = dict(tensors)
         self._tensors: dict[Any, Tensor] = {}
+        self.cut: list[list[Value]] = []
         self.node: Any = None
         self.name = ""
         self.source = source
@@ -283,6 +276,8 @@ class Graph:
         """A result that is written into the tensor ``target``."""
         if not isinstance(target, Array) or result.layout != target.layout:
             raise RefusedError("it writes into a tensor of another shape")
+        if any(target.cell is cell for cell in self.cut):
+            raise RefusedError("it writes into a part of a tensor, or where a part was taken before")
         target.cell[0] = result.value
         return target
 
@@ -490,10 +485,11 @@ def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
 
 
 def base_of(node: Any) -> Any:
-    """The node whose memory ``node`` shows."""
+    """The node whose memory ``node`` shows, or a part of it."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
-        name = operator_name(node.target).removeprefix("aten.")
-        if name not in _VIEWS and not (name.endswith("_") and not name.endswith("__")):
+        schema = getattr(node.target, "_schema", None)  # an item of several results has none
+        alike = schema is None or schema.arguments[0].alias_info is not None
+        if not alike and "dropout" not in operator_name(node.target):
             break
         node = node.args[0]
     return node

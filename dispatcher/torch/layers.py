@@ -378,7 +378,9 @@ def _channels(graph: Graph, array: Array, dim: int, start: int, length: int) -> 
     made = graph.draft.step(value.op, value.source, [*value.shape[:1], length, *value.shape[2:]], **fields)
     layout = [() if place == dim and length == 1 else axes for place, axes in enumerate(array.layout)]
     sizes = [length if place == dim else size for place, size in enumerate(array.sizes)]
-    return Array([made], tuple(layout), tuple(sizes))
+    result = Array([made], tuple(layout), tuple(sizes))
+    graph.cut += [array.cell, result.cell]
+    return result
 
 
 @handles("pad", "constant_pad_nd")

@@ -98,7 +98,9 @@ def without_writes(graph: torch.fx.Graph) -> None:
 def fold(module: torch.fx.GraphModule) -> dict[Any, torch.Tensor]:
     """Compute at once what depends on no input, such as ``torch.ones(4, 1, 1)``; gives the nodes that hold it."""
     graph, known = module.graph, dict[Any, torch.Tensor]()
-    written = {base_of(node.args[0]) for node in graph.nodes if _writes(node)}
+    # What somebody writes into, or may do once it is returned, has to be new in every call.
+    ends = [node for node in graph.nodes if _writes(node) or node.op == "output"]
+    written = {base_of(each) for node in ends for each in node.all_input_nodes}
     for node in list(graph.nodes):
         value = None
         if node.op == "get_attr":
