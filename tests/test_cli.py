@@ -804,6 +804,7 @@ def test_a_machine_without_opencl_still_works() -> None:
     if all(device["backend"] != "opencl" or not device["available"] for device in report["devices"]):
         ended = spawn("run", MAXMAX, "--device", "opencl", env=environment)
         assert ended.returncode == 3
+        assert "OCL_ICD_VENDORS is '/nonexistent'" in ended.stderr
         assert "Traceback" not in ended.stderr
         assert ended.stderr.count("\n") == 1
 

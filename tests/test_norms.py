@@ -95,3 +95,22 @@ def test_norms_by_what_the_launch_before_left_of_each_row(name: str, monkeypatch
     if [launch.name for launch in launches][1:] != ["normalize_given"]:
         pytest.skip(f"{place} has no launches that leave statistics")
     holds(place, name)
+
+
+@pytest.mark.parametrize("axis", ["channel", ["channel", "depth"]])
+@pytest.mark.parametrize(
+    "place", [each for each in HERE if each.algorithm in ("direct", "tiled", "halo", "fma")], ids=str
+)
+def test_squares_may_overflow_beside_a_row_that_is_not_finite(place: Place, axis: Any) -> None:
+    """The rows are neighbours in a vector or a warp, whose squares are made again together."""
+    shape = (1, 9, 2, 1, 19)
+    x = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+    step = {"op": "layer_norm", "axis": axis, "eps": 0.0}
+    operator = operator_of({"x": shape, "w": (9, 9, 1, 1, 1)}, [{"op": "conv_transpose3d", "weight": "w"}, step])
+    tensors = {"x": x * np.float32(1e30), "w": np.eye(9, dtype=np.float32).reshape(9, 9, 1, 1, 1)}
+    tensors["x"][..., 3], tensors["x"][:, 0, :, :, 7] = np.nan, np.inf
+    result = np.delete(place.run(operator.problem, **tensors), [3, 7], axis=4)
+    along = (1,) if axis == "channel" else (1, 2)
+    apart = x - x.mean(along, keepdims=True, dtype=np.float64)
+    wanted = np.delete(apart / np.sqrt(np.square(apart).mean(along, keepdims=True)), [3, 7], axis=4)
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-6)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
-from dispatcher.backends.opencl.icd import remedy, unsafe_setting
+from dispatcher.backends.opencl.icd import USER_VARIABLES, remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, InputError, first_line
 from dispatcher.interface import Device, Executable, ExportRequest, LoadedKernel, Roofline
@@ -41,7 +41,8 @@ class OpenClBackend:
         try:
             found = find_devices()
         except Exception as error:
-            return [self._missing(f"no OpenCL platform: {first_line(error)}; {remedy()}")]
+            advice = remedy(variables=(*USER_VARIABLES, "LD_LIBRARY_PATH"))
+            return [self._missing(f"no OpenCL platform: {first_line(error)}; {advice}")]
         if not found:
             return [self._missing(f"OpenCL platforms were found, but none has a device{_why_none()}")]
         self._found = found

@@ -384,10 +384,14 @@ def _advice(error: str) -> str:
     return remedy("try: pip install intel-cmplr-lib-rt tbb")
 
 
-def remedy(usual: str = install("cpu")) -> str:
-    """What to do where a library does not load: the usual, unless the environment may have put another in its place."""
-    path = os.environ.get("LD_LIBRARY_PATH")
-    return f"LD_LIBRARY_PATH is {path!r}: what lies there may stand in its way; try without" if path else usual
+def remedy(usual: str = install("cpu"), variables: tuple[str, ...] = ("LD_LIBRARY_PATH",)) -> str:
+    """What to do where a library does not load: the usual, unless one of ``variables``, set by the user, may have put
+    others in its place."""
+    for name in variables:
+        path = os.environ.get(name)
+        if path and path != os.environ.get(OWN_VARIABLE):
+            return f"{name} is {path!r}: what lies there may stand in its way; try without"
+    return usual
 
 
 def _wheel_file(distribution: str, name: str) -> Path | None:

@@ -224,7 +224,7 @@ struct Team {
       }
       squares.total = sum_over_slices(squares.total, partial);
       const bool overflows = !(squares.total < INFINITY);
-      if (!__syncthreads_or(overflows)) break;
+      if (pass || !__syncthreads_or(overflows)) break;
       factor = overflows ? FAR : COMPUTE(1);
     }
     const COMPUTE missed = sum_over_slices(rest.total, partial) / channels, mean_square = squares.total / channels;

@@ -564,7 +564,7 @@ struct Team {
       }
       squares = sum_over_quad((parts[0] + parts[1]) + (parts[2] + parts[3]));
       const bool overflows = !(squares < INFINITY);
-      if (!__any_sync(~0u, overflows)) break;
+      if (pass || !__any_sync(~0u, overflows)) break;
       factor = overflows ? FAR : 1.f;
     }
     rest = sum_over_quad(rest) * share;

@@ -32,7 +32,7 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
         KEEP(rest, rest_run)
         KEEP(squares, run)
       }
-      if (!OVERFLOWS(squares)) break;
+      if (pass || !OVERFLOWS(squares)) break;
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
       mean *= factor;
     }

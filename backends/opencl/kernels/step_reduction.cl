@@ -84,7 +84,7 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
         KEEP(squares, run)
       }
       squares = COMBINE_SUM(squares);
-      if (!OVERFLOWS(squares)) break;
+      if (pass || !OVERFLOWS(squares)) break;
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
     }
     rest = COMBINE_SUM(rest) * share;
