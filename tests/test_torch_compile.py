@@ -165,6 +165,25 @@ def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: 
     assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
 
 
+def test_what_stands_behind_several_results_is_a_group_of_its_own() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.spread, self.up = nn.Linear(6, 8), nn.Linear(6, 8), nn.ConvTranspose2d(2, 3, 3)
+
+        def forward(self, x: Any) -> Any:
+            mean, spread = self.mean(x), self.spread(x)
+            return torch.sigmoid(self.up((mean * spread.exp()).view(-1, 2, 2, 2))), mean, spread
+
+    torch._dynamo.reset()
+    module, x = Model(), torch.randn(2, 6)
+    compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+    with torch.no_grad():
+        close(compiled(x), module(x))
+    ((_, operators, _),) = dispatcher_torch.report().graphs[-1].groups
+    assert operators == ("aten.conv_transpose2d.input", "aten.sigmoid.default")
+
+
 def test_only_the_reference_leaves_a_group_to_pytorch(install_backends: Install) -> None:
     module, x = made("residual")
     install_backends()

@@ -160,14 +160,16 @@ def pieces_of(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
     out = {*left, *parts}
     free = [n for n in graph.nodes if n.op == "call_function" and n not in out and _first_tensor(n) is not None]
     found: list[Candidate] = []
-    while free:
+    rest: list[Any] = []
+    while _worth_it(free):
         made = _grown(free, order, epochs, weights, left)
-        if not made:
-            break
         found += made
         taken = {node for candidate in made for node in candidate.good}
         free = [node for node in free if node not in taken and node not in left]
-    for node in free:
+        if not made:  # the first result that others read too keeps all behind it from being a group of one result
+            cut = next((place for place, node in enumerate(free, 1) if not set(node.users) <= set(free)), len(free))
+            rest, free = rest + free[:cut], free[cut:]
+    for node in [*rest, *free]:
         left.setdefault(node, "alone it is too little work for a launch of its own")
     pieces = [piece for each in found if (piece := _piece(each.good)) is not None]
     return pieces, sorted(left.items(), key=lambda entry: order[entry[0]])
