@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bench import common
 from bench.common import Run, bind_case, say
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.splitting import batch_parameter
+from dispatcher.interface import Device
 from dispatcher.scale.mapping import map_files
 from dispatcher.scale.storage import make_array, read_items, write_items
 from dispatcher.timing.sampling import sample_beside, timed
@@ -42,7 +45,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def measure(name: str, device: Any, run: Run, folder: Path) -> dict[str, Any]:
+def measure(name: str, device: Device, run: Run, folder: Path) -> dict[str, Any]:
     """Samples of the call and of the mappings of one problem."""
     operator = bind_case(name)
     tensors, source = random_tensors(operator, 0), operator.source
@@ -104,12 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path)
     settings = parser.parse_args(arguments)
     run = Run.start(PROGRAM, settings)
-    entries = []
-    for device in run.devices:
-        for name in settings.problems:
-            say(f"{device.name}: {name}")
-            with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-                entries.append(measure(name, device, run, Path(folder)))
+
+    def case(device: Device, name: str) -> dict[str, Any]:
+        say(f"{device.name}: {name}")
+        with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
+            return measure(name, device, run, Path(folder))
+
+    entries = common.until_interrupted(partial(case, *each) for each in product(run.devices, settings.problems))
     for entry in entries:
         for result in entry["results"].values():
             common.add_statistics(result, run.threshold)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("pyopencl")
 
-from dispatcher.backends.opencl import lines
+from dispatcher.backends.opencl import lines, winograd
 from dispatcher.backends.opencl.classes import device_class as class_of
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
@@ -44,7 +44,7 @@ def chosen(geometry: ConvGeometry, units: int, fold: Fold | None = None, **optio
     facts = replace(FACTS, compute_units=units)
     runtime = cast(Any, SimpleNamespace(facts=facts, identity="a device that nothing was tuned on"))
     tile, _ = lines.choose(geometry, fold, runtime, np.dtype(np.float32), Options(tuned="ignore", **cast(Any, options)))
-    return LineLayout(geometry, fold, tile)
+    return lines.layout_of(geometry, fold, tile)
 
 
 def items_of(layout: LineLayout) -> int:
@@ -53,7 +53,10 @@ def items_of(layout: LineLayout) -> int:
 
 def makespan(layout: LineLayout, units: int) -> float:
     """Estimated time of the whole launch: rounds of equal boxes."""
-    return math.ceil(items_of(layout) / units) * work(layout, class_of(16))
+    rounds, device = math.ceil(items_of(layout) / units), class_of(16)
+    if isinstance(layout, winograd.WinogradLayout):
+        return rounds * winograd.work(layout, device)
+    return rounds * work(layout, device)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,8 @@ def test_no_box_that_one_may_ask_for_ends_much_sooner(
     unit_d, unit_h = {None: (1, 1), "max": (3, 3)}[fold and fold.function]
     for d in (1, 2, 4):
         for h in range(1, 9):
-            deep, high = math.lcm(unit_d, min(tile.rows, 2)) * d, math.lcm(unit_h, tile.rows) * h
-            other = LineLayout(geometry, fold, replace(tile, box_d=deep, box_h=high))
+            deep, high = math.lcm(unit_d, tile.planes) * d, math.lcm(unit_h, tile.rows) * h
+            other = lines.layout_of(geometry, fold, replace(tile, box_d=deep, box_h=high))
             size = 4 * (other.core_size + other.pooled_size(geometry.out_channels))
             if size <= FACTS.cache:
                 assert makespan(layout, units) <= 1.03 * makespan(other, units)

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from dispatcher.backends.numpy_ref import BACKEND, reference
 from dispatcher.backends.numpy_ref import steps as reference_steps
-from dispatcher.backends.opencl import winograd
+from dispatcher.backends.opencl import transforms
 from dispatcher.check.comparison import bounded_reference, compare, normwise_share, poisoned, verify_result
 from dispatcher.check.inputs import INPUT_SETS, random_tensors
 from dispatcher.ops.steps import Normalize
@@ -369,8 +369,8 @@ def test_a_constant_row_is_the_bias_exactly() -> None:
 
 def test_a_winograd_transform_with_bad_points_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """F(4, 4) along height and width at points whose powers grow: right in float64, too coarse in float32."""
-    monkeypatch.setitem(winograd.POINTS, 7, (0, 1, -1, 2, -2, 3))
-    transform = winograd.transform.__wrapped__(4, 4)
+    monkeypatch.setitem(transforms.POINTS, 7, (0, 1, -1, 2, -2, 3))
+    transform = transforms.transform.__wrapped__(4, 4)
     operator = conv_operator((1, 16, 1, 5, 5), 8, (1, 4, 4))  # outputs: two tiles along each axis
     tensors = random_tensors(operator, 0)
     for dtype, passes in ((np.float64, True), (np.float32, False)):

@@ -14,15 +14,16 @@ from itertools import product
 from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.backends.opencl.tiles import (
-    TRANSFORM_COST,
+    PACKING_COST,
     Chunk,
     Fold,
     LineLayout,
     Resources,
     Tile,
     Wanted,
+    boxes,
     imbalance,
-    legal_boxes,
+    units,
     width_choices,
 )
 from dispatcher.errors import InputError
@@ -113,7 +114,7 @@ class ChannelLayout(LineLayout):
         squares = vectors * sum(-(-chunk.width // vec) for chunk in self.chunks) * math.prod(map(len, phases))
         results = squares * vec * vec.bit_length()
         packing = len(self.depth.rows) * len(self.height.rows) * g.in_channels * round_up(self.pitch, vec) / vec
-        return self.tile.box_d * tiles * (cost * group_ic * taps + results) + 2 * TRANSFORM_COST * packing
+        return self.tile.box_d * tiles * (cost * group_ic * taps + results) + PACKING_COST * packing
 
 
 def suits(geometry: ConvGeometry, vec: int) -> bool:
@@ -149,30 +150,23 @@ def ranked_channel_tiles(
             f"tile is {wanted.register_tile[0]}x{wanted.register_tile[1]}; "
             f"expected a multiple of {vec} channels with line channels"
         )
-    boxes = legal_boxes(geometry, fold, vec, (1,), wanted.box)
-    smallest = ChannelLayout(
-        geometry, fold, Tile(vec, vec, device.channel_accumulators, *boxes[0][1], False, channels=True)
-    )
+    least = Tile(vec, vec, device.channel_accumulators, *units(geometry, fold, (1, 1, 1)), False, channels=True)
+    smallest = ChannelLayout(geometry, fold, least)
     widths = (0,) if wanted.whole_rows or fold else width_choices(geometry, smallest, resources)
     ranked: list[tuple[float, int, Tile]] = []
-    for (least, box, _), width in product(boxes, widths):
+    for (place, box), width in product(enumerate(boxes(smallest, wanted.box)), widths):
         span = width or smallest.span
         tiles = channel_tiles(geometry, span, vec, device) if wanted.register_tile is None else [wanted.register_tile]
         for register_tile in tiles:
             tile = Tile(vec, *register_tile, *box, False, box_w=width, channels=True)
             layout = ChannelLayout(geometry, fold, tile)
             size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
-            if size <= resources.cache_bytes or least:
+            if size <= resources.cache_bytes or place == 0:
                 items = math.prod(layout.boxes)
                 cost = items * layout.work(device) * imbalance(items * max(1, geometry.batch), resources.units)
                 ranked.append((cost if size <= resources.cache_bytes else 1.5 * cost, size, tile))
     ranked.sort(key=lambda entry: entry[:2])
     return [(cost, tile) for cost, _, tile in ranked]
-
-
-def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
-    """The layout of a tile."""
-    return (ChannelLayout if tile.channels else LineLayout)(geometry, fold, tile)
 
 
 def channel_tables(layout: LineLayout) -> dict[str, object]:

@@ -21,8 +21,6 @@ class DeviceClass:
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
         winograd_tiles: the same for the Winograd core.
         channel_accumulators: vectors that a register tile with output channels in the lanes may take.
-        winograd_accumulators: vectors that the products of all height components of a tile may take. They are made one
-            component after another in registers, and wait in the first-level cache for the transform.
     """
 
     name: str
@@ -32,20 +30,7 @@ class DeviceClass:
     broadcast: float
     register_tiles: tuple[tuple[int, int], ...]
     winograd_tiles: tuple[tuple[int, int], ...]
-    winograd_accumulators: int
     channel_accumulators: int
-
-    def tiles(self, rows: int, taps: int) -> tuple[tuple[int, int], ...]:
-        """Register tiles of one core.
-
-        Args:
-            rows: as in :class:`Tile`.
-            taps: the most taps of a phase along height.
-        """
-        if rows == 1:
-            return self.register_tiles
-        parts = taps + rows - 1
-        return tuple((c, w) for c, w in self.winograd_tiles if c * w * parts <= self.winograd_accumulators)
 
     def tile_cost(self, channels: int, width: int) -> float:
         """One input channel and tap of a register tile, in vector multiply-adds.
@@ -72,7 +57,6 @@ def device_classes() -> tuple[DeviceClass, ...]:
             entry["broadcast"],
             tuple((c, w) for c, w in entry["register_tiles"]),
             tuple((c, w) for c, w in entry["winograd_tiles"]),
-            entry["winograd_accumulators"],
             entry["channel_accumulators"],
         )
         for entry in json.loads(text)["classes"]

@@ -6,15 +6,14 @@ It gives source text with its tables, packed weights, and sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.opencl import tuned
-from dispatcher.backends.opencl.channels import channel_tables, layout_of, ranked_channel_tiles, suits
+from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
+from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
@@ -37,21 +36,13 @@ from dispatcher.backends.opencl.render import (
     section,
     table,
     tail_macro,
+    thirds,
 )
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import WINOGRAD_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted, ranked_tiles
-from dispatcher.backends.opencl.winograd import (
-    MOST_TAPS,
-    Row,
-    axis_reason,
-    even_weights,
-    pack_winograd_weights,
-    pair_sums,
-    transform,
-    winograd_starts,
-)
+from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
+from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Pool
 
@@ -80,21 +71,20 @@ def ranked(
     real: np.dtype[Any],
     options: Options,
     *,
-    winograd: bool,
+    transformed: bool,
     whole_rows: bool = False,
 ) -> list[tuple[float, Tile]]:
-    """Tiles of one algorithm that ``options`` leave open, least estimated work first."""
-    vec = facts.lanes(real)
+    """Tiles of one core, Winograd's if ``transformed``, that ``options`` leave open, least estimated work first."""
     flat = None if options.line is None else options.line == "flat"
     channels = options.line == "channels"
-    rows = None if options.rows is None else int(options.rows)
-    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, rows, whole_rows)
-    resources = Resources(device_class(facts.vec), vec, real.itemsize, facts.cache, facts.compute_units)
+    wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
+    resources = Resources(device_class(facts.vec), facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
-    found = ranked_tiles(geometry, fold, resources, winograd=winograd, wanted=wanted)
-    fixed = winograd or wanted.register_tile is not None or options.line is not None
-    if fixed or not suits(geometry, vec):
+    if transformed:
+        return winograd.ranked_tiles(geometry, fold, resources, wanted)
+    found = tiles.ranked_tiles(geometry, fold, resources, wanted)
+    if wanted.register_tile is not None or options.line is not None or not suits(geometry, resources.vec):
         return found
     others = ranked_channel_tiles(geometry, fold, resources, wanted)
     return others + found if CHANNELS_WORTHWHILE * others[0][0] < found[0][0] else found + others
@@ -102,9 +92,7 @@ def ranked(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
-    if geometry.skips:
-        return APART
-    return axis_reason(geometry.depth) or axis_reason(geometry.height)
+    return APART if geometry.skips else winograd.no_transform(geometry)
 
 
 def choose(
@@ -127,24 +115,24 @@ def choose(
     if replace(options, fusion=None) == Options():
         known = tuned.recall(target.identity, geometry, fold, real.name)
         if known is not None:
-            winograd = known[0].algorithm == "winograd"
-            tile = ranked(geometry, fold, facts, real, known[0], winograd=winograd, whole_rows=whole_rows)[0][1]
+            transformed = known[0].algorithm == "winograd"
+            tile = ranked(geometry, fold, facts, real, known[0], transformed=transformed, whole_rows=whole_rows)[0][1]
             return tile, known[1]
-    direct_work, direct = ranked(geometry, fold, facts, real, options, winograd=False, whole_rows=whole_rows)[0]
+    direct_work, direct = ranked(geometry, fold, facts, real, options, transformed=False, whole_rows=whole_rows)[0]
     if options.algorithm == "direct" or options.line == "channels":
         return direct, "asked for"
     reason = no_transform(geometry)
     if reason is not None:
         return direct, f"no Winograd transform: {reason}"
-    winograd_work, winograd_tile = ranked(geometry, fold, facts, real, options, winograd=True)[0]
     if options.algorithm == "winograd":
-        return winograd_tile, "asked for"
+        return ranked(geometry, fold, facts, real, options, transformed=True)[0][1], "asked for"
     if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
     if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"
     if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):
         return direct, "too little work an image for Winograd to matter"
+    winograd_work, winograd_tile = ranked(geometry, fold, facts, real, options, transformed=True)[0]
     ratio = direct_work / winograd_work
     if ratio < WORTHWHILE:
         return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"
@@ -216,10 +204,12 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     def pack(weight: np.ndarray) -> np.ndarray:
         weight = convolution.contraction_weight(weight)
         direct = pack_direct_weights(weight, layout)
-        return np.concatenate((direct, pack_winograd_weights(weight, layout))) if tile.winograd else direct
+        if isinstance(layout, WinogradLayout):
+            return np.concatenate((direct, winograd_core.pack_winograd_weights(weight, layout)))
+        return direct
 
     def suited(weight: np.ndarray) -> bool:
-        return not tile.winograd or even_weights(convolution.contraction_weight(weight), layout.geometry)
+        return not tile.winograd or winograd_core.even_weights(convolution.contraction_weight(weight), layout)
 
     detail: dict[str, str | int | float] = {
         "why": reason,
@@ -227,7 +217,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
         "channels_x_vectors": f"{tile.thread_c}x{tile.thread_w}",
         "box": f"{tile.box_d}x{tile.box_h}" + (f"x{tile.box_w}" if tile.box_w else ""),
         "line": "channels" if tile.channels else "flat" if tile.flat else "rows",
-        **({"rows": tile.rows} if tile.winograd else {}),
+        **({"outputs": "x".join(map(str, tile.outputs))} if tile.winograd else {}),
         "lanes_used": round(layout.lanes_used, 3),
         "scratch_bytes_per_worker": scratch * real.itemsize,
         "items": items,
@@ -270,8 +260,8 @@ def render(
     assert convolution is not None
     g, tile = layout.geometry, layout.tile
     operands = KernelOperands(padding=tile.thread_c)
-    width = g.width
     line = layout.line
+    core, core_tables, core_text = _core(layout)
     first, *rest = group.parts
     pools = [number for number, part in enumerate(rest) if isinstance(part.step, Pool)]
     before_fold = rest[: pools[0]] if pools else rest
@@ -284,13 +274,12 @@ def render(
     prologue_text = operands.tail(group.prologue)
     conv_text = operands.bias(convolution) + tail_of(first)
     before, before_calls, channels = render_stages(
-        LINE_STAGES, operands, before_fold, 1, g.out_channels, tail_of, STAGE_RUN=width.stride * line
+        LINE_STAGES, operands, before_fold, 1, g.out_channels, tail_of, STAGE_RUN=layout.stride_w * line
     )
     operands.gathers = group.gathers is not None
     tables: dict[str, object] = {
         "KERNEL_NAME": kernel,
         "THREAD_C": tile.thread_c,
-        "THREAD_W": tile.thread_w,
         "BOX_D": tile.box_d,
         "BOX_H": tile.box_h,
         "STEP_D": layout.step_d,
@@ -298,7 +287,6 @@ def render(
         "BOXES_H": layout.boxes[1],
         "BOXES_W": layout.boxes[2],
         "BOX_W": tile.box_w,
-        "LOW_W": layout.width_range[0],
         "IC": g.in_channels,
         "OC": g.out_channels,
         "GROUPS": g.groups,
@@ -307,35 +295,16 @@ def render(
         "ID": g.depth.input,
         "IH": g.height.input,
         "IW": g.width.input,
-        "APART_D": g.depth.step,
-        "APART_H": g.height.step,
-        "APART_W": 1 if tile.channels else width.step,
-        "STEP_W": width.step,
-        **channel_tables(layout),
         "STRIDE_D": g.depth.stride,
         "STRIDE_H": g.height.stride,
-        "STRIDE_W": g.width.stride,
-        "PLANES": len(layout.depth.rows),
-        "ROWS": len(layout.height.rows),
-        "PITCH": layout.pitch,
-        "CHANNEL": layout.channel,
-        "PLANE": layout.plane,
-        "LEAD": layout.lead,
-        "LOADS": layout.load_size,
+        "STRIDE_W": layout.stride_w,
         "POSITIONS_D": layout.positions[0],
         "POSITIONS_H": layout.positions[1],
-        "POSITIONS_W": layout.positions[2],
+        "POSITIONS_W": layout.line_positions,
         "LINE": line,
         "ROW": layout.row,
         "LINE_CHANNELS": layout.line_channels,
-        "CHUNKS": len(layout.chunks),
-        "WIDE_CHUNKS": sum(chunk.width > 1 for chunk in layout.chunks),
         "LINES_H": layout.lines_h,
-        "EDGE": layout.edge,
-        "SCRATCH_EDGE": layout.packed_size,
-        "SCRATCH_LOADS": layout.packed_size + layout.edge_size + layout.lead,
-        "SCRATCH_SUMS": layout.core_size - layout.lines_size - layout.marks_size - layout.sums_size,
-        "SCRATCH_DIRECT": layout.core_size - layout.lines_size - layout.marks_size,
         "SCRATCH_LINES": layout.core_size - layout.lines_size,
         "SCRATCH_POOLED": layout.core_size,
         "OUT_C": output[1],
@@ -344,6 +313,7 @@ def render(
         "OUT_W": output[4],
         "USE_FOLD": layout.fold is not None,
         "USE_STREAM": stream,
+        **core,
     }
     scratch = layout.core_size
     fold, after, after_calls = "", "", ""
@@ -376,21 +346,13 @@ def render(
         )
         tables |= {"STORE_PLANES": layout.fold_planes, "STORE_LINE": layout.fold_line}
     else:
-        tables |= {"STORE_PLANES": width.stride, "STORE_LINE": line}
+        tables |= {"STORE_PLANES": layout.stride_w, "STORE_LINE": line}
+    if tile.columns == 3 or tables["STORE_PLANES"] in (3, 6):
+        tables |= dict(thirds(tile.vec))
     tables["SCRATCH"] = scratch
     taps = "".join(
         table(f"TAPS_{letter}", [len(phase.taps) for phase in axis.phases])
         for letter, axis in zip("DHW", g.axes, strict=True)
-    )
-    offsets = [tuple(layout.width_offset(tap.offset) for tap in phase.taps) for phase in width.phases]
-    tables_text = (
-        taps
-        + table("INPUT_D", layout.depth.rows)
-        + table("INPUT_H", layout.height.rows)
-        + table("OFFSET_W", offsets)
-        + (_winograd_tables(layout) if tile.winograd else _direct_tables(layout))
-        + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
-        + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
     )
     store = operands.tail(at_store, Site("c", ROW, "OUT_W - w"))
     tables |= {
@@ -404,7 +366,7 @@ def render(
         tile.vec,
         operands,
         defines(tables),
-        tables_text,
+        taps + core_tables,
         tail_macro("PROLOGUE", prologue_text),
         tail_macro("CONV_TAIL", conv_text),
         before,
@@ -415,64 +377,55 @@ def render(
         tail_macro("STORE_TAIL", store, "x"),
         section("row_statistics.cl"),
         section("rows.cl"),
-        section("core_winograd.cl" if tile.winograd else "core_direct.cl"),
+        core_text,
         section(SOURCE),
     )
     return text, operands, scratch
 
 
-def _direct_tables(layout: LineLayout) -> str:
-    slots = table("SLOT_D", layout.depth.slots) + table("SLOT_H", layout.height.slots)
+def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
+    """The layout of a tile."""
+    kind = WinogradLayout if tile.winograd else ChannelLayout if tile.channels else LineLayout
+    return kind(geometry, fold, tile)
+
+
+def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
+    """Defines, tables and source text of a layout's core."""
+    g = layout.geometry
+    if isinstance(layout, WinogradLayout):
+        return winograd_core.core(layout, direct_starts(layout))
     parts = layout.width_parts
-    return (
-        slots
+    offsets = [tuple(layout.width_offset(tap.offset) for tap in phase.taps) for phase in g.width.phases]
+    values: dict[str, object] = {
+        "THREAD_W": layout.tile.thread_w,
+        "LOW_W": layout.width_range[0],
+        "APART_D": g.depth.step,
+        "APART_H": g.height.step,
+        "APART_W": 1 if layout.tile.channels else g.width.step,
+        "STEP_W": g.width.step,
+        **channel_tables(layout),
+        "PLANES": len(layout.depth.rows),
+        "ROWS": len(layout.height.rows),
+        "PITCH": layout.pitch,
+        "CHANNEL": layout.channel,
+        "PLANE": layout.plane,
+        "LEAD": layout.lead,
+        "PARTS_W": len(parts),
+        "CHUNKS": len(layout.chunks),
+        "WIDE_CHUNKS": sum(chunk.width > 1 for chunk in layout.chunks),
+    }
+    tables = (
+        table("INPUT_D", layout.depth.rows)
+        + table("INPUT_H", layout.height.rows)
+        + table("OFFSET_W", offsets)
+        + table("SLOT_D", layout.depth.slots)
+        + table("SLOT_H", layout.height.slots)
         + table("PHASE_WEIGHTS", direct_starts(layout))
         + table("CHUNK_FIRST_H", [chunk.first_h for chunk in layout.chunks])
         + table("CHUNK_LAST_H", [chunk.last_h for chunk in layout.chunks])
-        + defines({"PARTS_W": len(parts)})
         + table("PART_W", list(parts))
         + table("PART_EXTENT", [extent for _, extent in parts.values()])
+        + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
+        + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
     )
-
-
-def _sums(name: str, rows: Sequence[Row], source: str, target: str) -> str:
-    """A macro ``name(source, target)``: vectors ``target`` are the matrix ``rows`` times the vectors ``source``."""
-    statements = []
-    for i, row in enumerate(rows):
-        terms = [(k, factor) for k, factor in enumerate(row) if factor != 0]
-        # Begin with a term that needs no multiplication, if there is one.
-        terms.sort(key=lambda term: (abs(term[1]) != 1, term[1] < 0))
-        value = ""
-        for k, factor in terms:
-            operand = f"({source})[{k}]"
-            if abs(factor) == 1:
-                sign = "-" if factor < 0 else "+" if value else ""
-                value = f"{value} {sign} {operand}".strip()
-            elif value:
-                value = f"fma({operand}, SPLAT(R({float(factor)!r})), {value})"
-            else:
-                value = f"{operand} * SPLAT(R({float(factor)!r}))"
-        statements.append(f"({target})[{i}] = {value};")
-    return f"#define {name}({source}, {target}) do {{ {' '.join(statements)} }} while (0)\n"
-
-
-def _winograd_tables(layout: LineLayout) -> str:
-    depth, height = layout.geometry.depth.phases, layout.geometry.height.phases
-    occurring = {len(phase.taps) for phase in height}
-    text = defines({f"USE_TAPS_{taps}": taps in occurring for taps in range(1, MOST_TAPS + 1)})
-    for taps in sorted(occurring):
-        matrices = transform(layout.tile.rows, taps)
-        text += _sums(f"INPUT_SUMS_{taps}", matrices.inputs, "x", "z")
-        text += _sums(f"OUTPUT_SUMS_{taps}", matrices.outputs, "z", "y")
-    text += table("START_H", [phase.taps[0].offset - layout.height.rows[0] for phase in height])
-    sums = [(phase.taps[0].offset, pair_sums(len(phase.taps))) for phase in depth]
-    text += table("FIRST_D", [phase.taps[0].offset for phase in depth])
-    text += table("DIRECT_WEIGHTS", direct_starts(layout))
-    direct = layout.geometry.kernel_volume * layout.weights_per_tap
-    text += table("PHASE_WEIGHTS", [direct + start for start in winograd_starts(layout)])
-    text += table("PARTS_D", [len(parts) for _, parts in sums])
-    text += table("ROW_A_D", [[start + part.a for part in parts] for start, parts in sums])
-    text += table("ROW_B_D", [[start + part.b for part in parts] for start, parts in sums])
-    text += table("SIGN_D", [[part.sign for part in parts] for _, parts in sums])
-    second = [transform(2, len(phase.taps)).outputs[1] for phase in depth]
-    return text + table("NEGATE_D", [[int(factor < 0) for factor in row] for row in second])
+    return values, tables, section("core_direct.cl")

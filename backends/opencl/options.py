@@ -12,7 +12,9 @@ from dispatcher.problem.messages import brief
 #: Algorithms of the convolution; ``auto`` leaves the choice to estimates, or to what was tuned on this device.
 ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
 LINES = ("rows", "flat", "channels")
-WINOGRAD_ROWS = ("2", "3")
+#: Options of the Winograd core alone: outputs that a transform yields at once along depth, height and width.
+OUTPUTS = ("planes", "rows", "columns")
+MOST_OUTPUTS = 3
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Options:
         line: ``rows`` or ``flat`` (direct and winograd), see :mod:`dispatcher.backends.opencl.tiles`, or ``channels``
             (direct), where ``tile`` counts output channels and positions; see
             :mod:`dispatcher.backends.opencl.channels`.
-        rows: ``2`` or ``3``: rows along height that one Winograd transform yields (winograd).
+        planes, rows, columns: ``1`` to ``3``: outputs along depth, height and width that one Winograd transform yields
+            (winograd).
         tuned: ``ignore`` leaves alone what was tuned on this device.
         fusion: ``off`` makes every step a launch of its own, to see what fusion is worth; ``eager`` lets launches leave
             statistics for the next one also where that one would find its input in the cache.
@@ -36,7 +39,9 @@ class Options:
     tile: str | None = None
     box: str | None = None
     line: str | None = None
+    planes: str | None = None
     rows: str | None = None
+    columns: str | None = None
     tuned: str | None = None
     fusion: str | None = None
 
@@ -61,12 +66,14 @@ class Options:
             raise InputError(f"algorithm is {brief(parsed.algorithm)}; {wanted}")
         if parsed.line is not None and parsed.line not in LINES:
             raise InputError(f"line is {brief(parsed.line)}; expected one of {', '.join(LINES)}")
-        if parsed.rows is not None and parsed.rows not in WINOGRAD_ROWS:
-            raise InputError(f"rows is {brief(parsed.rows)}; expected one of {', '.join(WINOGRAD_ROWS)}")
-        if parsed.rows is not None and parsed.algorithm != "winograd":
-            raise InputError(
-                f"rows is {brief(parsed.rows)} with algorithm {brief(parsed.algorithm)}; only algorithm winograd has it"
-            )
+        for name in OUTPUTS:
+            value = getattr(parsed, name)
+            choices = [str(m) for m in range(1, MOST_OUTPUTS + 1)]
+            if value is not None and value not in choices:
+                raise InputError(f"{name} is {brief(value)}; expected one of {', '.join(choices)}")
+            if value is not None and parsed.algorithm != "winograd":
+                algorithm = brief(parsed.algorithm)
+                raise InputError(f"{name} is {brief(value)} with algorithm {algorithm}; only algorithm winograd has it")
         if parsed.line == "channels" and parsed.algorithm not in ("auto", "direct"):
             raise InputError(
                 f"line is 'channels' with algorithm {brief(parsed.algorithm)}; only algorithm direct has it"
@@ -78,6 +85,12 @@ class Options:
         for name in ("tile", "box"):
             pair(name, getattr(parsed, name))
         return parsed
+
+    @property
+    def outputs(self) -> tuple[int | None, int | None, int | None]:
+        """What is fixed of the outputs along depth, height and width of a Winograd transform."""
+        planes, rows, columns = (None if text is None else int(text) for text in (self.planes, self.rows, self.columns))
+        return planes, rows, columns
 
     def given(self) -> dict[str, str]:
         """The options that are fixed, as a mapping that :meth:`parse` reads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -18,6 +18,21 @@ from dispatcher.ops.steps import Convolution, Normalize, Operand, Pointwise, Sca
 def kernel_source(name: str) -> str:
     """Text of ``kernels/<name>``."""
     return (files("dispatcher.backends.opencl") / "kernels" / name).read_text(encoding="utf-8")
+
+
+def thirds(vec: int) -> Iterator[tuple[str, str]]:
+    """Masks of two shuffles each that deal three vectors out to every third element, or interleave three vectors.
+
+    The first one takes elements of two vectors, the second one of what that gives and the third vector.
+    """
+    for s in range(3):
+        places = [s * vec + lane for lane in range(vec)]
+        merged = [at % 3 * vec + at // 3 for at in places]
+        for kind, picked in (("DEAL", list(range(s, 3 * vec, 3))), ("MERGE", merged)):
+            first = [at if at < 2 * vec else 0 for at in picked]
+            second = [lane if at < 2 * vec else at - vec for lane, at in enumerate(picked)]
+            for name, mask in (("LOW", first), ("HIGH", second)):
+                yield f"{kind}_{s}_{name}", f"(mask_v)({', '.join(map(str, mask))})"
 
 
 def defines(values: Mapping[str, object]) -> str:

@@ -38,9 +38,9 @@ class Tile:
         box_d: positions along depth that a work item owns.
         box_h: positions along height that a work item owns.
         flat: rows of a line follow each other without alignment.
-        rows: rows along height that a Winograd transform F(rows, n) yields at once, 2 or 3; boxes hold multiples
-            of it, and pairs along depth, where the transform is F(2, n). 1 stands for the direct core.
+        rows: rows along height that a Winograd transform F(rows, n) yields at once; boxes hold multiples of it.
         box_w: positions along width that a work item owns; 0 for all of them.
+        planes: the same along depth, and ``columns`` along width. Where all three are 1, the core is the direct one.
         channels: output channels are in the vector lanes, thread_c of them, and thread_w counts positions along a row
             (direct core); see :mod:`dispatcher.backends.opencl.channels`.
     """
@@ -53,12 +53,24 @@ class Tile:
     flat: bool
     rows: int = 1
     box_w: int = 0
+    planes: int = 1
+    columns: int = 1
     channels: bool = False
+
+    @property
+    def outputs(self) -> tuple[int, int, int]:
+        """Neighbouring outputs along depth, height and width that a Winograd transform yields at once."""
+        return self.planes, self.rows, self.columns
 
     @property
     def winograd(self) -> bool:
         """Whether the core is Winograd's."""
-        return self.rows > 1
+        return max(self.outputs) > 1
+
+
+def odd_lines(elements: int) -> int:
+    """So many elements in an odd number of cache lines, multiples of which spread over the sets of a cache."""
+    return (round_up(elements, 16) // 16 | 1) * 16
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,18 @@ class LineLayout:
 
     @property
     def step_d(self) -> int:
-        """Planes along depth that the core computes before the fused steps work on them: all, or a Winograd pair."""
-        return 2 if self.tile.winograd else self.tile.box_d
+        """Planes along depth that the core computes before the fused steps work on them: all, or a Winograd tile's."""
+        return self.tile.planes if self.tile.winograd else self.tile.box_d
+
+    @property
+    def stride_w(self) -> int:
+        """Sub-lines that rows of results are dealt out to: for each phase along width and column of a Winograd tile."""
+        return self.geometry.width.stride * self.tile.columns
+
+    @property
+    def line_positions(self) -> int:
+        """Positions of a sub-line."""
+        return -(-self.positions[2] // self.tile.columns)
 
     @property
     def line_rows(self) -> int:
@@ -203,18 +225,8 @@ class LineLayout:
     @cached_property
     def channel(self) -> int:
         """Distance between packed channels: an odd number of cache lines, so they spread over the sets."""
-        if self.tile.winograd:
-            extent = (self.line_rows - 1) * self.pitch + self.edge
-        else:
-            extent = len(self.width_parts) * len(self.height.rows) * self.pitch
-        if extent < 4 * self.tile.vec:
-            return extent
-        return (round_up(extent, 16) // 16 | 1) * 16
-
-    @property
-    def edge(self) -> int:
-        """A packed row in whole vectors (Winograd core)."""
-        return round_up(self.pitch, self.tile.vec)
+        extent = len(self.width_parts) * len(self.height.rows) * self.pitch
+        return extent if extent < 4 * self.tile.vec else odd_lines(extent)
 
     @cached_property
     def plane(self) -> int:
@@ -282,62 +294,34 @@ class LineLayout:
     @cached_property
     def packed_size(self) -> int:
         """The core's input lines of one box, the zeros before them, and what loads touch behind them."""
-        if self.tile.winograd:
-            parts = self.geometry.height.most_taps + self.tile.rows - 1
-            lines = parts * self.plane
-        else:
-            lines = len(self.depth.rows) * self.plane
-        return round_up(self.lead + lines + self.over_read, 16)
-
-    @property
-    def edge_size(self) -> int:
-        """Rows of one channel on their way through the transform."""
-        return round_up(len(self.height.rows) * self.edge, 16) if self.tile.winograd else 0
-
-    @property
-    def load_size(self) -> int:
-        """A line of magnitudes of transformed input, laid out like one channel's (Winograd core)."""
-        return round_up(self.lead + self.channel + self.over_read, 16) if self.tile.winograd else 0
-
-    @property
-    def sums_size(self) -> int:
-        """Magnitudes of results, added up over each group's channels (Winograd core)."""
-        lines = self.geometry.width.stride * self.geometry.groups * self.step_d * self.lines_h
-        return lines * self.line if self.tile.winograd else 0
-
-    @property
-    def marks_size(self) -> int:
-        """Marks of each group's chunks (Winograd core)."""
-        marks = self.geometry.width.stride * self.geometry.groups * len(self.chunks)
-        return round_up(marks, 16) if self.tile.winograd else 0
+        return round_up(self.lead + len(self.depth.rows) * self.plane + self.over_read, 16)
 
     @cached_property
     def lines_size(self) -> int:
-        """Result lines of one (rd, rh)."""
+        """Result lines of one (rd, rh), and what loads touch behind them."""
         lines = self.step_d * self.lines_h * self.line_channels
-        return round_up(lines * self.geometry.width.stride * self.line, 16)
+        return round_up(lines * self.stride_w * self.line + self.tile.vec, 16)
 
     @property
     def core_size(self) -> int:
         """All scratch but the folded lines."""
-        loads = 3 * self.geometry.groups * self.load_size
-        return self.packed_size + self.edge_size + loads + self.sums_size + self.marks_size + self.lines_size
+        return self.packed_size + self.lines_size
 
     @property
     def fold_planes(self) -> int:
         """Width phases that stay apart in a folded line."""
         assert self.fold is not None
-        return max(1, self.geometry.width.stride // self.fold.window[2])
+        return max(1, self.stride_w // self.fold.window[2])
 
     @property
     def fold_neighbours(self) -> int:
         """Neighbouring positions that a window folds together."""
         assert self.fold is not None
-        return max(1, self.fold.window[2] // self.geometry.width.stride)
+        return max(1, self.fold.window[2] // self.stride_w)
 
     @property
     def fold_row(self) -> int:
-        return round_up(self.positions[2], self.tile.vec)
+        return round_up(self.line_positions, self.tile.vec)
 
     @property
     def fold_box(self) -> tuple[int, int]:
@@ -363,11 +347,6 @@ class LineLayout:
         d, h, w = (-(-positions // box) for positions, box in zip(self.positions, own, strict=True))
         return d, h, w
 
-    @property
-    def filled(self) -> float:
-        """Share of the rows along height of all boxes that the Winograd core computes."""
-        return round_up(self.positions[1], self.tile.rows) / (self.boxes[1] * self.tile.box_h)
-
 
 def box_unit(axis: AxisGeometry, window: int) -> int:
     """Fewest positions along ``axis`` whose outputs are whole windows."""
@@ -378,43 +357,27 @@ def box_unit(axis: AxisGeometry, window: int) -> int:
 NEARLY_EQUAL = 1.02
 #: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
 STRIDED_COST, GATHERED_COST = 4.0, 16.0
-#: Cost of one vector operation of the transforms, which loads and stores bound, in multiply-adds of the core.
-TRANSFORM_COST = 1.0
+#: Cost of one vector operation of packing, in multiply-adds of the core.
+PACKING_COST = 2.0
 
 
 def work(layout: LineLayout, device: DeviceClass) -> float:
-    """Cost of one box without the fused steps: products, and what packing and transforms add.
+    """Cost of one box of the direct core without the fused steps: products, and what packing adds.
 
-    The average over all boxes along height: the Winograd core leaves out tile rows beyond the last position.
     An estimate in units of one vector multiply-add, for comparing tiles and algorithms of one geometry.
     """
     g, tile = layout.geometry, layout.tile
-    vectors = sum(chunk.width for chunk in layout.chunks)
     group_ic = g.in_channels // g.groups
     channels = g.groups * round_up(g.out_channels // g.groups, tile.thread_c)
     # One tap and input channel of a line: all its register tiles, for all output channels.
     line = sum(device.tile_cost(tile.thread_c, chunk.width) for chunk in layout.chunks) * channels / tile.thread_c
-    row_vectors = layout.edge / tile.vec
     taps_w = sum(len(phase.taps) for phase in g.width.phases)
-    products: float
-    if not tile.winograd:
-        taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
-        products = tile.box_d * line * group_ic * taps
-        rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
-        apart = {1: 1.0, 2: STRIDED_COST}.get(g.width.step, GATHERED_COST)
-        packing = rows * g.in_channels * row_vectors * apart
-        return products + 2 * TRANSFORM_COST * packing
-    products = transforms = 0.0
-    for d in g.depth.phases:
-        for h in g.height.phases:
-            parts_d, parts_h = len(d.taps) + 1, len(h.taps) + tile.rows - 1
-            products += parts_d * parts_h * taps_w * line * group_ic
-            # A component's row is a sum of about ``rows`` rows, and stored.
-            component = 3 * len(layout.height.rows) + (tile.rows + 1) * parts_h * layout.line_rows
-            # Per depth component each result is a sum of about ``rows`` components, added to its line, 1.5 times.
-            inverse = channels * g.width.stride * vectors * 1.5 * tile.rows**2
-            transforms += parts_d * (g.in_channels * component * row_vectors + inverse)
-    return layout.filled * tile.box_d / 2 * (products + TRANSFORM_COST * transforms)
+    taps = taps_w * sum(len(d.taps) * len(h.taps) for d in g.depth.phases for h in g.height.phases)
+    rows = len(layout.depth.rows) * len(layout.height.rows) * len(layout.width_parts)
+    row_vectors = round_up(layout.pitch, tile.vec) / tile.vec
+    apart = {1: 1.0, 2: STRIDED_COST}.get(g.width.step, GATHERED_COST)
+    packing = rows * g.in_channels * row_vectors * apart
+    return tile.box_d * line * group_ic * taps + PACKING_COST * packing
 
 
 @dataclass(frozen=True)
@@ -424,7 +387,7 @@ class Wanted:
     register_tile: tuple[int, int] | None = None
     box: tuple[int, int] | None = None
     flat: bool | None = None
-    rows: int | None = None
+    outputs: tuple[int | None, int | None, int | None] = (None, None, None)
     whole_rows: bool = False
 
 
@@ -434,65 +397,6 @@ def imbalance(items: int, units: int) -> float:
     The last round leaves units idle: 40 items on 64 units take as long as 64, 65 items as long as 128.
     """
     return -(-items // units) * units / items
-
-
-#: The m of the transforms F(m, n) along height. F(4, n) would save more, but its errors come close to what
-#: ``dispatcher verify`` allows.
-WINOGRAD_ROWS = (2, 3)
-#: With fewer input channels a group Winograd is not chosen, nor more than two rows at once where it is asked for:
-#: the transforms cost what the products save, and an output with few products shows its neighbours' rounding.
-WINOGRAD_CHANNELS = 16
-
-
-def winograd_rows(geometry: ConvGeometry) -> tuple[int, ...]:
-    """The m that are chosen from for F(m, n) along height."""
-    few = geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS
-    return WINOGRAD_ROWS[:1] if few else WINOGRAD_ROWS
-
-
-def _units(geometry: ConvGeometry, fold: Fold | None, rows: int) -> tuple[int, int]:
-    """What a box's positions along depth and height are multiples of: whole windows and whole Winograd tiles."""
-    window = fold.window if fold is not None else (1, 1, 1)
-    return (
-        math.lcm(min(rows, 2), box_unit(geometry.depth, window[0])),
-        math.lcm(rows, box_unit(geometry.height, window[1])),
-    )
-
-
-def box_choices(
-    geometry: ConvGeometry, fold: Fold | None, vec: int, rows: int, wanted: tuple[int, int] | None
-) -> list[tuple[int, int]]:
-    """Boxes to choose from, the smallest first; ``wanted`` alone if given, and none where it is not legal."""
-    unit_d, unit_h = _units(geometry, fold, rows)
-    if wanted is not None:
-        return [] if wanted[0] % unit_d or wanted[1] % unit_h else [wanted]
-    depth, height, _ = LineLayout(geometry, fold, Tile(vec, 1, 1, unit_d, unit_h, False, rows)).positions
-    # A box is of no use where the next smaller one holds all positions.
-    return [
-        (unit_d * d, unit_h * h)
-        for d, h in product((1, 2, 4), range(1, 17))
-        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
-    ]
-
-
-def legal_boxes(
-    geometry: ConvGeometry, fold: Fold | None, vec: int, rows_choices: tuple[int, ...], wanted: tuple[int, int] | None
-) -> list[tuple[bool, tuple[int, int], int]]:
-    """:func:`box_choices` for each number of rows: whether the box is the smallest one, the box, and the rows.
-
-    Raises:
-        InputError: the box that is asked for does not hold whole windows or whole Winograd tiles.
-    """
-    found = [
-        (number == 0, box, rows)
-        for rows in rows_choices
-        for number, box in enumerate(box_choices(geometry, fold, vec, rows, wanted))
-    ]
-    if not found:
-        assert wanted is not None
-        unit_d, unit_h = _units(geometry, fold, rows_choices[0])
-        raise InputError(f"box is {wanted[0]}x{wanted[1]}; expected multiples of {unit_d}x{unit_h} for this operator")
-    return found
 
 
 @dataclass(frozen=True)
@@ -514,6 +418,55 @@ class Resources:
     units: int
 
 
+def units(geometry: ConvGeometry, fold: Fold | None, outputs: tuple[int, int, int]) -> tuple[int, int]:
+    """What a box's positions along depth and height are multiples of: whole windows and whole Winograd tiles."""
+    window = fold.window if fold is not None else (1, 1, 1)
+    return (
+        math.lcm(outputs[0], box_unit(geometry.depth, window[0])),
+        math.lcm(outputs[1], box_unit(geometry.height, window[1])),
+    )
+
+
+def boxes(
+    smallest: LineLayout, wanted: tuple[int, int] | None, planes: tuple[int, ...] = (1, 2, 4)
+) -> list[tuple[int, int]]:
+    """Boxes to choose from, the smallest first; ``wanted`` alone if given.
+
+    Args:
+        smallest: a layout with the smallest legal box.
+        wanted: the box that is asked for.
+        planes: multiples of the smallest box along depth.
+
+    Raises:
+        InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
+    """
+    unit_d, unit_h = smallest.tile.box_d, smallest.tile.box_h
+    if wanted is not None:
+        if wanted[0] % unit_d or wanted[1] % unit_h:
+            raise InputError(
+                f"box is {wanted[0]}x{wanted[1]}; expected multiples of {unit_d}x{unit_h} for this operator"
+            )
+        return [wanted]
+    depth, height, _ = smallest.positions
+    # A box is of no use where the next smaller one holds all positions.
+    return [
+        (unit_d * d, unit_h * h)
+        for d, h in product(planes, range(1, 17))
+        if (d == 1 or unit_d * d // 2 < depth) and (h == 1 or unit_h * (h - 1) < height)
+    ]
+
+
+#: What a candidate is ranked by where estimates are nearly equal, before numbers of its own.
+Candidate = tuple[float, tuple[int, ...], Tile]
+
+
+def best_first(candidates: list[Candidate]) -> list[tuple[float, Tile]]:
+    """Candidates by estimated work; those within the error of the least by their preference."""
+    near = NEARLY_EQUAL * min(cost for cost, _, _ in candidates)
+    ordered = sorted(candidates, key=lambda entry: (0.0, *entry[1]) if entry[0] <= near else (entry[0], *entry[1]))
+    return [(cost, tile) for cost, _, tile in ordered]
+
+
 #: Positions along width that a box may have where whole rows are too long for the cache, or too few to share.
 WIDTHS = (256, 512, 1024, 2048)
 
@@ -529,46 +482,35 @@ def width_choices(geometry: ConvGeometry, smallest: LineLayout, resources: Resou
 
 
 def ranked_tiles(
-    geometry: ConvGeometry, fold: Fold | None, resources: Resources, *, winograd: bool, wanted: Wanted = Wanted()
+    geometry: ConvGeometry, fold: Fold | None, resources: Resources, wanted: Wanted = Wanted()
 ) -> list[tuple[float, Tile]]:
-    """Legal tiles with their estimated work per image, least first.
+    """Legal tiles of the direct core with their estimated work per image, least first.
 
     Only boxes whose scratch fits the cache; the smallest box in any case, and a box that is asked for. Large
     boxes pack less input twice, but a small batch may then leave some of the compute units idle; the
-    time that they wait counts as work. Boxes of parts of rows are left out with a fold and with Winograd's core.
+    time that they wait counts as work. Boxes of parts of rows are left out with a fold.
 
     Raises:
-        InputError: a box that is asked for does not hold whole windows or whole Winograd tiles.
+        InputError: a box that is asked for does not hold whole windows.
     """
     device, vec = resources.device, resources.vec
-    rows_choices: tuple[int, ...] = (1,)
-    if winograd:
-        rows_choices = winograd_rows(geometry) if wanted.rows is None else (wanted.rows,)
-    boxes = legal_boxes(geometry, fold, vec, rows_choices, wanted.box)
     forms = (False, True) if wanted.flat is None else (wanted.flat,)
-    register_tiles = {
-        rows: device.tiles(rows, geometry.height.most_taps) if wanted.register_tile is None else (wanted.register_tile,)
-        for rows in rows_choices
-    }
+    register_tiles = device.register_tiles if wanted.register_tile is None else (wanted.register_tile,)
+    smallest = LineLayout(geometry, fold, Tile(vec, *register_tiles[0], *units(geometry, fold, (1, 1, 1)), False))
     widths: tuple[int, ...] = (0,)
-    if not (winograd or wanted.whole_rows or fold):
-        widths = width_choices(
-            geometry, LineLayout(geometry, fold, Tile(vec, *register_tiles[1][0], 1, 1, False)), resources
-        )
-    ranked: list[tuple[float, tuple[int, bool, int, int], Tile]] = []
-    for (smallest, box, rows), width, flat in product(boxes, widths, forms):
-        for number, register_tile in enumerate(register_tiles[rows]):
-            tile = Tile(vec, *register_tile, *box, flat, rows, width)
+    if not (wanted.whole_rows or fold):
+        widths = width_choices(geometry, smallest, resources)
+    candidates: list[Candidate] = []
+    for (place, box), width, flat in product(enumerate(boxes(smallest, wanted.box)), widths, forms):
+        for number, register_tile in enumerate(register_tiles):
+            tile = Tile(vec, *register_tile, *box, flat, box_w=width)
             layout = LineLayout(geometry, fold, tile)
             size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
             fits = size <= resources.cache_bytes
-            if fits or smallest:
+            if fits or place == 0:
                 items = math.prod(layout.boxes)
                 cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
-                preference = (rows, flat, number, size)
-                ranked.append((cost if fits else 1.5 * cost, preference, tile))
-    # Within the error of the estimates fewer rows at once win, which round less, then aligned rows, then the
-    # class's order of register tiles, then the box that leaves most of the cache to the rest.
-    near = NEARLY_EQUAL * min(cost for cost, _, _ in ranked)
-    ranked.sort(key=lambda entry: (0.0, *entry[1]) if entry[0] <= near else (entry[0], *entry[1]))
-    return [(cost, tile) for cost, _, tile in ranked]
+                # Within the error of the estimates aligned rows win, then the class's order of register tiles, then
+                # the box that leaves most of the cache to the rest.
+                candidates.append((cost if fits else 1.5 * cost, (flat, number, size), tile))
+    return best_first(candidates)

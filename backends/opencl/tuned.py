@@ -13,7 +13,7 @@ from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.timing.winners import store_all, stored
 
 #: Changes when the meaning of an option does; older results are then left alone.
-SCHEMA = 2
+SCHEMA = 3
 
 
 def _key(device: str, geometry: ConvGeometry, fold: Fold | None, dtype: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
-from dispatcher.backends.opencl.tiles import Fold, winograd_rows
+from dispatcher.backends.opencl.tiles import Fold
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.plan.groups import split
 from dispatcher.problem.operator import Operator
@@ -21,6 +21,8 @@ from dispatcher.timing.winners import measured_with
 
 #: Boxes to measure for each algorithm and register tile: those with the least estimated work.
 BOXES = 3
+#: Winograd transforms to measure: those with the least estimated work.
+TRANSFORMS = 4
 
 
 def _convolutions(operator: Operator) -> Iterator[tuple[ConvGeometry, Fold | None]]:
@@ -35,7 +37,7 @@ def _real(operator: Operator) -> np.dtype[np.floating]:
 
 
 def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str]]:
-    """Options to measure: the untuned default, then algorithms, Winograd's rows, register tiles, best boxes of each.
+    """Options to measure: the untuned default, then algorithms, Winograd's transforms, register tiles, boxes.
 
     Tiles are ranked for the operator's first convolution. Empty where nothing can be tuned.
     """
@@ -45,22 +47,27 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
         return []
     geometry, fold = convolutions[0]
     found = [Options(tuned="ignore").given()]
-    for algorithm in ("direct", "winograd"):
-        if algorithm == "winograd" and lines.no_transform(geometry) is not None:
-            continue
-        for rows in winograd_rows(geometry) if algorithm == "winograd" else (1,):
-            fixed = Options(algorithm, rows=str(rows)) if rows > 1 else Options(algorithm)
-            for c, w in device_class(facts.vec).tiles(rows, geometry.height.most_taps):
-                options = replace(fixed, tile=f"{c}x{w}")
-                ranked = lines.ranked(geometry, fold, facts, real, options, winograd=rows > 1)
-                for _, tile in ranked[:BOXES]:
-                    box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
-                    found.append(replace(options, box=box, line=line).given())
+
+    def measure(fixed: Options, register_tiles: tuple[tuple[int, int], ...]) -> None:
+        for c, w in register_tiles:
+            options = replace(fixed, tile=f"{c}x{w}")
+            ranked = lines.ranked(geometry, fold, facts, real, options, transformed=fixed.algorithm == "winograd")
+            for _, tile in ranked[:BOXES]:
+                box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
+                found.append(replace(options, box=box, line=line).given())
+
+    device = device_class(facts.vec)
+    measure(Options("direct"), device.register_tiles)
     if suits(geometry, facts.lanes(real)):
         options = Options("direct", line="channels")
-        _, tile = lines.ranked(geometry, fold, facts, real, options, winograd=False)[0]
+        _, tile = lines.ranked(geometry, fold, facts, real, options, transformed=False)[0]
         size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
         found.append(replace(options, tile=size, box=box).given())
+    if lines.no_transform(geometry) is None:
+        ranked = lines.ranked(geometry, fold, facts, real, Options("winograd"), transformed=True)
+        for outputs in list(dict.fromkeys(tile.outputs for _, tile in ranked))[:TRANSFORMS]:
+            planes, rows, columns = map(str, outputs)
+            measure(Options("winograd", planes=planes, rows=rows, columns=columns), device.winograd_tiles[:2])
     return found
 
 

@@ -1,198 +1,384 @@
-"""Winograd transforms F(m, n) along one axis, and the weights packed for them.
+"""The Winograd core on CPUs: its layout, and the choice of its tiles.
 
-The one place that knows the coefficients.
-
-For a phase with taps g[0..n-1] at consecutive input offsets, m neighbouring outputs
-
-    y[j] = sum over k of x[j + k] * g[k],  j = 0 .. m - 1
-
-follow from p = m + n - 1 products instead of m * n:
-
-    y = A^T ((G g) * (B^T x)),  A^T of m x p, G of p x n, B^T of p x p numbers.
-
-These are the transpose of Toom and Cook's product of polynomials with m and n coefficients, which evaluates both at
-p - 1 points and "at infinity", where the leading coefficient is left. (Winograd, "Arithmetic complexity of
-computations", 1980; Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016.)
+A work item's box is ``box_d`` x ``box_h`` positions along depth and height and all of width. For a tile's planes along
+depth at a time, the core transforms input along all three axes, multiplies component by component, and transforms back
+(kernels/core_winograd.cl). Lanes are the tiles of some tile rows, ``pitch`` apart.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache
-from itertools import accumulate
+from functools import cache, cached_property
+from itertools import product
+from operator import mod
 
-import numpy as np
-
-from dispatcher.backends.opencl.tiles import LineLayout
+from dispatcher.backends.opencl.classes import DeviceClass
+from dispatcher.backends.opencl.target import round_up
+from dispatcher.backends.opencl.tiles import (
+    Candidate,
+    Fold,
+    LineLayout,
+    Resources,
+    Tile,
+    Wanted,
+    best_first,
+    boxes,
+    imbalance,
+    odd_lines,
+    units,
+)
+from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, axis_reason, terms
+from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase, ConvGeometry
 
-Row = tuple[Fraction, ...]
+#: With fewer input channels a group Winograd is not chosen, nor F(3, n) where it is asked for: the transforms cost what
+#: the products save, and an output with few products shows its neighbours' rounding.
+WINOGRAD_CHANNELS = 16
+#: Taps and inputs along an axis that is not transformed: what the macros of height and width hold in vectors.
+MOST_PLAIN_TAPS = 5
+MOST_REACH = 8
+#: Output channels whose components are made before they are transformed back.
+BLOCK = 32
+#: Between components of a panel, so that they start on different sets of the caches: elements.
+SKEW = 80
+#: Cost of one vector operation of packing and transforms, in multiply-adds of the core (measured).
+TRANSFORM_COST = 1.5
+#: How much less than in the direct core the loop of a register tile costs, which reads two streams.
+LOOP_SAVED = 0.5
+#: Cost of a row on its way into sub-lines besides that of its vectors.
+ROW_COST = 15.0
+#: How many times as much one output of a tile may read as another one; beyond, winograd_range.cl computes it directly.
+MOST_SPREAD = 4
+#: Cost of a vector of output channels of such a tile, for each tap and input channel.
+EDGE_COST = 1.0
+#: How much longer a box takes whose packed input, which is read once or a few times, fits the cache no more.
+SPILL_COST = 1.05
+#: How many sub-lines a row of results is interleaved from by whole vectors.
+INTERLEAVED = (1, 2, 3, 4, 6)
+#: Cost of storing a vector of results element by element, in multiply-adds.
+SCATTERED_STORE = 40.0
 
-HALF = Fraction(1, 2)
-#: Points at which polynomials are evaluated, by p. Up to p = 4 sums of inputs have no more than two terms; above,
-#: these round least among all choices from 0, 1, 2 and 1/2 of either sign, as much as a direct sum.
-POINTS: dict[int, tuple[int | Fraction, ...]] = {2: (0,), 3: (0, 1), 4: (0, 1, -1), 5: (0, -1, HALF, 2)}
-#: Most taps of a phase that has transforms.
-MOST_TAPS = 3
+
+def no_transform(geometry: ConvGeometry) -> str | None:
+    """None when the Winograd core can run the geometry, else why not."""
+    reasons = [axis_reason(axis) for axis in geometry.axes]
+    if not any(reason is None and axis.most_taps > 1 for reason, axis in zip(reasons, geometry.axes, strict=True)):
+        return next((reason for reason in reasons if reason is not None), "no phase has more than one tap")
+    for axis, most in zip(geometry.axes, (MOST_PLAIN_TAPS, MOST_PLAIN_TAPS, MOST_REACH), strict=True):
+        if axis is not geometry.width and any(not phase.taps for phase in axis.phases):
+            return f"{axis.name}: a phase has 0 taps"
+        low, high = axis.offset_range
+        if axis.most_taps > most or high - low >= MOST_REACH:
+            return f"{axis.name}: the taps of a phase are too many or too far apart"
+    return None
 
 
-@dataclass(frozen=True)
-class Transform:
-    """F(m, n): the rows of three matrices.
+def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, int]]:
+    """Outputs along depth, height and width that transforms may yield at once, the fewest first."""
+    few = geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS
+    ranges = [
+        range(1, (2 if few else MOST_OUTPUTS) + 1) if axis_reason(axis) is None and axis.most_taps > 1 else (1,)
+        for axis in geometry.axes
+    ]
 
-    Attributes:
-        inputs: B^T, ``(p, p)``: each product's sum of inputs.
-        taps: G, ``(p, n)``: each product's sum of taps.
-        outputs: A^T, ``(m, p)``: each output's sum of products.
+    def foldable(columns: int) -> bool:
+        lanes = geometry.width.stride * columns
+        return fold is None or lanes % fold.window[2] == 0 or fold.window[2] % lanes == 0
+
+    # F(3, 3) along all axes that have taps rounds more than twice as much as PyTorch's sums do.
+    several = sum(axis.most_taps > 1 for axis in geometry.axes)
+
+    def rounds_little(*outputs: int) -> bool:
+        return sum(m == axis.most_taps == 3 for m, axis in zip(outputs, geometry.axes, strict=True)) < several
+
+    found = [(d, h, w) for d, h, w in product(*ranges) if max(d, h, w) > 1 and foldable(w) and rounds_little(d, h, w)]
+    return sorted(found, key=lambda outputs: (math.prod(outputs), outputs))
+
+
+def reads(phase: AxisPhase, outputs: int) -> list[int]:
+    """Input offsets of the components of a phase of which ``outputs`` neighbouring results are made."""
+    if outputs == 1:
+        return [tap.offset for tap in phase.taps]
+    return [phase.taps[0].offset + i for i in range(len(phase.taps) + outputs - 1)]
+
+
+class WinogradLayout(LineLayout):
+    """What follows from a geometry, an optional fold and a Winograd tile. All extents are in elements."""
+
+    @cached_property
+    def low_h(self) -> int:
+        """Input row, relative to the box's first position, of the first packed row."""
+        return self.geometry.height.offset_range[0]
+
+    @cached_property
+    def rows(self) -> int:
+        """Input rows of a box."""
+        height, m = self.geometry.height, self.tile.rows
+        last = max(reads(phase, m)[-1] for phase in height.phases)
+        return last - self.low_h + 1 + m * (self.line_rows - 1)
+
+    @cached_property
+    def reach_w(self) -> int:
+        """Inputs along width of a tile of all phases, from the first one's offset on."""
+        width, m = self.geometry.width, self.tile.columns
+        low = width.offset_range[0]
+        return max(reads(phase, m)[-1] - low + 1 for phase in width.phases if phase.taps)
+
+    @cached_property
+    def parts_w(self) -> tuple[int, ...]:
+        """Components along width of each phase."""
+        return tuple(len(reads(phase, self.tile.columns)) if phase.taps else 0 for phase in self.geometry.width.phases)
+
+    @cached_property
+    def sub_lines(self) -> int:
+        """Sub-lines that a row of input is dealt out to.
+
+        One for each remainder, which tiles then read some lanes on as well; in flat form one for each input along width
+        of a tile, so that tile rows need no gap between them.
+        """
+        return round_up(self.reach_w, self.tile.columns) if self.tile.flat else self.tile.columns
+
+    @cached_property
+    def pitch(self) -> int:
+        """Distance between tile rows: the tiles of a row, and what the last ones read behind it."""
+        return self.line_positions + (0 if self.tile.flat else (self.reach_w - 1) // self.tile.columns)
+
+    @property
+    def row(self) -> int:
+        return self.pitch
+
+    def _vectors(self, rows: int) -> int:
+        """Vectors that hold so many tile rows."""
+        return -(-((rows - 1) * self.pitch + self.line_positions) // self.tile.vec)
+
+    @cached_property
+    def vectors(self) -> int:
+        """Vectors that hold all tiles of a box."""
+        return self._vectors(self.line_rows)
+
+    @property
+    def box_vectors(self) -> list[tuple[int, int]]:
+        """How many boxes along height take how many vectors: the last one may have fewer tile rows."""
+        full, rest = divmod(-(-self.positions[1] // self.tile.rows), self.line_rows)
+        return [(full, self.vectors)] * (full > 0) + [(1, self._vectors(rest))] * (rest > 0)
+
+    def chunk_widths(self, vectors: int) -> list[int]:
+        """Vectors of each chunk: ``thread_w``, and what is left."""
+        wide, rest = divmod(vectors, self.tile.thread_w)
+        return [self.tile.thread_w] * wide + [rest] * (rest > 0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Vectors of the chunks that occur."""
+        return tuple(sorted({width for _, vectors in self.box_vectors for width in self.chunk_widths(vectors)}))
+
+    @cached_property
+    def line(self) -> int:
+        needed = (self.line_rows - 1) * self.pitch + round_up(self.line_positions, self.tile.vec)
+        return round_up(max(self.vectors * self.tile.vec, needed), self.tile.vec)
+
+    @property
+    def lanes_used(self) -> float:
+        return self.line_rows * self.positions[2] / (self.vectors * self.tile.vec * self.tile.columns)
+
+    @property
+    def line_channels(self) -> int:
+        """One more than there are, so that lines of neighbouring rows start on different sets of the caches."""
+        return self.geometry.out_channels + 1
+
+    @cached_property
+    def edge(self) -> int:
+        """A packed sub-line of one row of each tile row, and what loads and stores touch behind it."""
+        behind = (self.rows - 1) // self.tile.rows * self.pitch
+        reach = self.vectors * self.tile.vec + behind + (self.reach_w - 1) // self.tile.columns
+        return odd_lines(max(reach, behind + round_up(self.pitch, self.tile.vec)))
+
+    @cached_property
+    def channel(self) -> int:
+        return odd_lines(self.tile.rows * self.sub_lines * self.edge)
+
+    @cached_property
+    def row_lead(self) -> int:
+        """Zeros before a row of input."""
+        return max(0, -self.geometry.width.offset_range[0])
+
+    @cached_property
+    def row_size(self) -> int:
+        """A row of input between zeros, before it is dealt out."""
+        width, m = self.geometry.width, self.tile.columns
+        dealt = max(0, width.offset_range[0]) + m * round_up(self.pitch, self.tile.vec) + self.sub_lines
+        return round_up(self.row_lead + max(width.input, dealt) + self.tile.vec, 16)
+
+    @property
+    def most_parts(self) -> int:
+        """Components along height and width of the phase that has most."""
+        height = max(len(reads(phase, self.tile.rows)) for phase in self.geometry.height.phases)
+        return height * sum(self.parts_w)
+
+    @property
+    def block(self) -> int:
+        """Output channels of a block, whole register tiles."""
+        c = self.tile.thread_c
+        return min(round_up(self.geometry.out_channels // self.geometry.groups, c), max(c, BLOCK // c * c))
+
+    @property
+    def chunk_lanes(self) -> int:
+        return min(self.tile.thread_w, self.vectors) * self.tile.vec
+
+    @property
+    def panel(self) -> int:
+        """Distance between components of transformed input of a chunk."""
+        return self.geometry.in_channels * self.chunk_lanes + SKEW
+
+    @property
+    def products(self) -> int:
+        """Distance between components of products of a chunk."""
+        return self.block * self.chunk_lanes + SKEW
+
+    @cached_property
+    def parts_sizes(self) -> tuple[int, ...]:
+        """Sizes of what scratch holds before the lines: packed input, a row, panels, products, magnitudes, marks."""
+        sums = self.geometry.groups * self.step_d * self.lines_h * self.stride_w * self.line
+        height = max(len(reads(phase, self.tile.rows)) for phase in self.geometry.height.phases)
+        direct = height * self.reach_w * self.geometry.in_channels
+        depth = max(len(reads(phase, self.tile.planes)) for phase in self.geometry.depth.phases)
+        sizes = (
+            self.geometry.in_channels * self.channel * (depth if self.geometry.height.stride > 1 else 1),
+            self.row_size,
+            max(self.most_parts * self.panel, direct),
+            self.most_parts * self.products,
+            sums,
+            self.vectors * self.tile.vec,
+        )
+        return tuple(round_up(size, 16) for size in sizes)
+
+    @property
+    def core_size(self) -> int:
+        return sum(self.parts_sizes) + self.lines_size
+
+
+def work(layout: WinogradLayout, device: DeviceClass) -> float:
+    """Cost of one box without the fused steps, in the units of :func:`dispatcher.backends.opencl.tiles.work`.
+
+    The average over all boxes along height: tile rows beyond the last position are left out.
     """
-
-    inputs: tuple[Row, ...]
-    taps: tuple[Row, ...]
-    outputs: tuple[Row, ...]
-
-
-def _from_roots(roots: list[Fraction]) -> list[Fraction]:
-    """Coefficients of the product of ``x - root``, constant first."""
-    polynomial = [Fraction(1)]
-    for root in roots:
-        shifted, scaled = [Fraction(0), *polynomial], [root * c for c in polynomial] + [Fraction(0)]
-        polynomial = [a - b for a, b in zip(shifted, scaled, strict=True)]
-    return polynomial
+    g, tile = layout.geometry, layout.tile
+    group_ic = g.in_channels // g.groups
+    channels = g.groups * round_up(g.out_channels // g.groups, tile.thread_c)
+    boxes_h = layout.boxes[1]
+    vectors = sum(count * number for count, number in layout.box_vectors) / boxes_h
+    steps = sum(
+        count * (device.tile_cost(tile.thread_c, width) - LOOP_SAVED)
+        for count, number in layout.box_vectors
+        for width in layout.chunk_widths(number)
+    )
+    line = steps / boxes_h * channels / tile.thread_c
+    parts_w, reach, stride = sum(layout.parts_w), layout.reach_w, layout.stride_w
+    along_w = [terms(tile.columns, len(phase.taps)) for phase in g.width.phases if phase.taps]
+    inputs_w, outputs_w = sum(each[0] for each in along_w), sum(each[1] for each in along_w)
+    row_vectors = layout.pitch * tile.columns / tile.vec
+    products = transforms = 0.0
+    for d in g.depth.phases:
+        inputs_d, outputs_d = terms(tile.planes, len(d.taps))
+        parts_d = len(reads(d, tile.planes))
+        # Loads and sums of planes; a row of these is stored, loaded and dealt out.
+        dealt = 1 + 3 * layout.sub_lines // tile.columns
+        packing = row_vectors * (2 * inputs_d + dealt * parts_d) + ROW_COST * parts_d
+        transforms += g.in_channels * layout.rows * packing
+        for h in g.height.phases:
+            inputs_h, outputs_h = terms(tile.rows, len(h.taps))
+            parts_h = len(reads(h, tile.rows))
+            products += parts_d * parts_h * parts_w * line * group_ic
+            # Loads, sums along height and width, and stores of a vector of each component.
+            inputs = (parts_h + inputs_h) * reach + (inputs_w + 2 * parts_w) * parts_h
+            outputs = parts_h * (parts_w + outputs_w) + outputs_h * stride
+            added = 3 * outputs_d * tile.rows * stride
+            transforms += (g.in_channels * parts_d * inputs + channels * (parts_d * outputs + added)) * vectors
+    # What follows is the same for all positions: the average over boxes.
+    tile_rows = -(-layout.positions[1] // tile.rows) / boxes_h
+    store = 0.0
+    planes = stride if layout.fold is None else layout.fold_planes
+    if planes not in INTERLEAVED:
+        stored = layout.positions[2] * g.width.stride * tile.rows * tile.planes * tile_rows / tile.vec
+        store = SCATTERED_STORE * g.out_channels * stored * g.depth.stride * g.height.stride
+        store *= 1 if layout.fold is None else 1 / math.prod(layout.fold.window)
+    edge_taps = _edge_taps(g, layout.positions, tile.outputs)
+    tiles = tile_rows * layout.line_positions * math.prod(tile.outputs)
+    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / tile.thread_c
+    return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store + edges)
 
 
 @cache
-def transform(outputs: int, taps: int) -> Transform:
-    """F(``outputs``, ``taps``) for 1 to :data:`MOST_TAPS` taps.
+def _edge_taps(geometry: ConvGeometry, positions: tuple[int, int, int], outputs: tuple[int, int, int]) -> float:
+    """Taps of all phases, each times the share of its tiles that are computed directly for lying at an edge."""
+    total = 0.0
+    for phases in product(*(axis.phases for axis in geometry.axes)):
+        axes = zip(geometry.axes, phases, outputs, positions, strict=True)
+        for found in product(*(_spreads(axis, phase, m, n).items() for axis, phase, m, n in axes)):
+            if math.prod(ratio for ratio, _ in found) > MOST_SPREAD:
+                total += math.prod(share for _, share in found) * math.prod(len(phase.taps) for phase in phases)
+    return total
 
-    Row i of B^T has the coefficients of the product of all x - point but that of point i, up to sign, so that the
-    factors that make it an identity are all in G. F(m, 1) is the product itself, without sums.
+
+def _spreads(axis: AxisGeometry, phase: AxisPhase, outputs: int, positions: int) -> dict[int, float]:
+    """How unevenly the outputs of a tile read along an axis, as in winograd_range.cl, and the share of such tiles."""
+    taps, tiles = len(phase.taps), -(-positions // outputs)
+    if taps < 2 or outputs == 1:
+        return {1: 1.0}
+    found: dict[int, float] = {}
+    for tile in range(tiles):
+        first = tile * outputs + phase.taps[0].offset
+        count = min(outputs, positions - tile * outputs)
+        inside = [min(first + j + taps, axis.input) - max(first + j, 0) for j in range(count)]
+        ratio = max(1, *inside) // min(taps, *inside) if min(inside) > 0 else taps
+        found[ratio] = found.get(ratio, 0.0) + 1 / tiles
+    return found
+
+
+def ranked_tiles(
+    geometry: ConvGeometry, fold: Fold | None, resources: Resources, wanted: Wanted
+) -> list[tuple[float, Tile]]:
+    """Legal tiles with their estimated work per image, least first, as in :mod:`dispatcher.backends.opencl.tiles`.
+
+    Raises:
+        InputError: a box that is asked for does not hold whole windows and Winograd tiles, or what transforms are to
+            yield cannot be had.
     """
-    products = outputs + taps - 1
-    if taps == 1:
-        unit = tuple(tuple(Fraction(int(i == j)) for j in range(products)) for i in range(products))
-        return Transform(unit, ((Fraction(1),),) * products, unit)
-    points = [Fraction(point) for point in POINTS[products]]
-    inputs: list[Row] = []
-    factors: list[Row] = []
-    for point in points:
-        others = [other for other in points if other != point]
-        scale = Fraction(1)
-        for other in others:
-            scale *= point - other
-        sign = 1 if scale > 0 else -1
-        inputs.append((*(sign * c for c in _from_roots(others)), Fraction(0)))
-        factors.append(tuple(point**k / abs(scale) for k in range(taps)))
-    inputs.append(tuple(_from_roots(points)))
-    factors.append((*(Fraction(0),) * (taps - 1), Fraction(1)))
-    rows = tuple((*(point**j for point in points), Fraction(int(j == outputs - 1))) for j in range(outputs))
-    return Transform(tuple(inputs), tuple(factors), rows)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """The input sum ``x[a] + sign * x[b]``; ``sign`` is 0 where there is only one."""
-
-    a: int
-    b: int
-    sign: int
-
-
-def pair_sums(taps: int) -> tuple[Sum, ...]:
-    """The input sums of F(2, ``taps``), none of which has more than two terms."""
-    sums = []
-    for row in transform(2, taps).inputs:
-        a = row.index(Fraction(1))
-        others = [(k, int(c)) for k, c in enumerate(row) if c != 0 and k != a]
-        assert len(others) < 2 and all(abs(sign) == 1 for _, sign in others)
-        sums.append(Sum(a, *others[0]) if others else Sum(a, a, 0))
-    return tuple(sums)
-
-
-def phase_reason(phase: AxisPhase) -> str | None:
-    """None when F(m, n) covers the phase, else why not."""
-    if not 1 <= len(phase.taps) <= MOST_TAPS:
-        return f"a phase has {len(phase.taps)} taps; transforms exist for 1 to {MOST_TAPS}"
-    first = phase.taps[0].offset
-    if any(tap.offset != first + i for i, tap in enumerate(phase.taps)):
-        return "a phase's taps are not neighbours"
-    return None
-
-
-def axis_reason(axis: AxisGeometry) -> str | None:
-    """None when every phase of the axis has a transform, else why not."""
-    for phase in axis.phases:
-        reason = phase_reason(phase)
-        if reason is not None:
-            return f"{axis.name}: {reason}"
-    return None
-
-
-def even_weights(weight: np.ndarray, geometry: ConvGeometry) -> bool:
-    """Whether the taps of each output channel that transforms mix weigh as much as one another, and their channels.
-
-    An output may read its tile through one tap alone, at a border or beside zeros, and its error comes from all taps of
-    its tile. So the magnitudes of each tap's ``N`` input channels have to add up to ``sqrt(N)/4`` times the largest
-    weight, and no more than an eighth of them may vanish beside it, lest the channels that hold the data be those. The
-    kernel sees to the data (winograd_range.cl).
-
-    Args:
-        weight: ``(IC, OC/groups, KD, KH, KW)``, finite.
-        geometry: of the convolution.
-    """
-    mixed = tuple(axis for axis, along in ((3, geometry.depth), (4, geometry.height)) if along.most_taps > 1)
-    channels = geometry.in_channels // geometry.groups
-    sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
-    largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
-    even = (sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all()
-    vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
-    return not mixed or bool(even and vanishing.max() <= channels // 8)
-
-
-def winograd_starts(layout: LineLayout) -> list[int]:
-    """Where the weights of each (rd, rh) start in what :func:`pack_winograd_weights` returns."""
-    g = layout.geometry
-    taps_w = sum(len(phase.taps) for phase in g.width.phases)
-    sizes = [
-        (len(d.taps) + 1) * (len(h.taps) + layout.tile.rows - 1) * taps_w * layout.weights_per_tap
-        for d in g.depth.phases
-        for h in g.height.phases
+    device, vec = resources.device, resources.vec
+    forms = (False, True) if wanted.flat is None else (wanted.flat,)
+    register_tiles = device.winograd_tiles if wanted.register_tile is None else (wanted.register_tile,)
+    legal = choices(geometry, fold)
+    outputs_choices = [
+        outputs
+        for outputs in legal
+        if all(want is None or m == want for m, want in zip(outputs, wanted.outputs, strict=True))
     ]
-    return [0, *accumulate(sizes[:-1])]
-
-
-def pack_winograd_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
-    """Transformed weights in the order in which the kernel streams them.
-
-    Args:
-        weight: ``(IC, OC/groups, KD, KH, KW)``.
-
-    Returns:
-        One-dimensional weights: for each (rd, rh, depth component, rw)
-        ``[group][channel tile][height component][KW taps][IC/groups][thread_c]``.
-    """
-    g, c = layout.geometry, layout.tile.thread_c
-    group_ic, group_oc = g.in_channels // g.groups, g.out_channels // g.groups
-    tiles = -(-group_oc // c)
-    padded = np.zeros((g.groups, group_ic, tiles * c, *weight.shape[2:]), np.float64)
-    padded[:, :, :group_oc] = weight.reshape(g.groups, group_ic, group_oc, *weight.shape[2:])
-    padded = padded.reshape(g.groups, group_ic, tiles, c, *weight.shape[2:])
-
-    def components(phase: AxisPhase, outputs: int, values: np.ndarray, axis: int) -> np.ndarray:
-        picked = np.take(values, [tap.index for tap in phase.taps], axis=axis)
-        factors = np.array(transform(outputs, len(phase.taps)).taps, np.float64)
-        return np.moveaxis(np.tensordot(factors, picked, axes=(1, axis)), 0, axis)
-
-    parts: list[np.ndarray] = []
-    for phase_d in g.depth.phases:
-        along_depth = components(phase_d, 2, padded, 4)
-        for phase_h in g.height.phases:
-            both = components(phase_h, layout.tile.rows, along_depth, 5)
-            for part in range(both.shape[4]):
-                for phase_w in g.width.phases:
-                    picked = np.take(both[:, :, :, :, part], [tap.index for tap in phase_w.taps], axis=5)
-                    # from [group][ic][tile][c][component][tap] to [group][tile][component][tap][ic][c]
-                    ordered = picked.transpose(0, 2, 4, 5, 1, 3).astype(weight.dtype)
-                    parts.append(ordered.ravel())
-    return np.concatenate(parts)
+    if not outputs_choices:
+        text = ", ".join("x".join(map(str, outputs)) for outputs in legal)
+        raise InputError(f"no transform yields the planes, rows and columns that are asked for; there are {text}")
+    if wanted.box is not None:  # any transform whose tiles fill it; else boxes() refuses it
+        fill = [o for o in outputs_choices if not any(map(mod, wanted.box, units(geometry, fold, o)))]
+        outputs_choices = fill or outputs_choices
+    candidates: list[Candidate] = []
+    for order, outputs in enumerate(outputs_choices):
+        planes, rows, columns = outputs
+        box = units(geometry, fold, outputs)
+        smallest = WinogradLayout(
+            geometry, fold, Tile(vec, *register_tiles[0], *box, True, rows, planes=planes, columns=columns)
+        )
+        for (place, (box_d, box_h)), flat in product(enumerate(boxes(smallest, wanted.box, (1,))), forms):
+            if flat and box_h == rows and wanted.flat is None:
+                continue  # there is no gap in a single tile row
+            for number, register_tile in enumerate(register_tiles):
+                tile = Tile(vec, *register_tile, box_d, box_h, flat, rows, planes=planes, columns=columns)
+                layout = WinogradLayout(geometry, fold, tile)
+                size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
+                fits = size - layout.parts_sizes[0] * resources.itemsize <= resources.cache_bytes
+                spills = SPILL_COST if size > resources.cache_bytes else 1.0
+                if fits or place == 0:
+                    items = math.prod(layout.boxes)
+                    busy = imbalance(items * max(1, geometry.batch), resources.units)
+                    cost = spills * items * work(layout, device) * busy
+                    # Within the error of the estimates transforms of fewer outputs win, which round less.
+                    candidates.append((cost if fits else 1.5 * cost, (order, number, size), tile))
+    return best_first(candidates)

@@ -30,22 +30,63 @@
 #define ROW_W OUT_W
 #endif
 
-// Writes one row of ROW_W elements: STORE_PLANES phases, STORE_LINE apart, interleaved. Whole vectors first, by WRITE_V.
-#if STORE_PLANES == 1 && VEC > 1
-#define WRITE_ROW(WRITE_V) \
-  for (; m + VEC <= ROW_W; m += VEC) WRITE_V(LOAD_V(line + m), to + m);
-#elif STORE_PLANES == 2 && VEC > 1
-#define WRITE_ROW(WRITE_V)                                                      \
-  for (; 2 * (m + VEC) <= ROW_W; m += VEC) {                                    \
-    const real_v even = LOAD_V(line + m), odd = LOAD_V(line + STORE_LINE + m);  \
-    WRITE_V(INTERLEAVE_LOW(even, odd), to + 2 * m);                             \
-    WRITE_V(INTERLEAVE_HIGH(even, odd), to + 2 * m + VEC);                      \
-  }
-#else
-#define WRITE_ROW(WRITE_V)
+#if (STORE_PLANES == 3 || STORE_PLANES == 6) && VEC > 1
+#define MERGE_V(a, b, c, s) shuffle2(shuffle2(a, b, MERGE_##s##_LOW), c, MERGE_##s##_HIGH)
+static inline void merge(const real_v a, const real_v b, const real_v c, real_v *row) {
+  row[0] = MERGE_V(a, b, c, 0);
+  row[1] = MERGE_V(a, b, c, 1);
+  row[2] = MERGE_V(a, b, c, 2);
+}
 #endif
 
-#define LINE_AT(w) line[(w) % STORE_PLANES * STORE_LINE + (w) / STORE_PLANES]
+// VEC positions of a row: STORE_PLANES phases, STORE_LINE apart, interleaved.
+static inline void interleave(global const REAL *line, real_v *row) {
+#if STORE_PLANES == 1
+  row[0] = LOAD_V(line);
+#elif STORE_PLANES == 2 && VEC > 1
+  const real_v even = LOAD_V(line), odd = LOAD_V(line + STORE_LINE);
+  row[0] = INTERLEAVE_LOW(even, odd);
+  row[1] = INTERLEAVE_HIGH(even, odd);
+#elif STORE_PLANES == 4 && VEC > 1
+  const real_v p0 = LOAD_V(line), p1 = LOAD_V(line + STORE_LINE), p2 = LOAD_V(line + 2 * STORE_LINE), p3 = LOAD_V(line + 3 * STORE_LINE);
+  const real_v even_low = INTERLEAVE_LOW(p0, p2), odd_low = INTERLEAVE_LOW(p1, p3);
+  const real_v even_high = INTERLEAVE_HIGH(p0, p2), odd_high = INTERLEAVE_HIGH(p1, p3);
+  row[0] = INTERLEAVE_LOW(even_low, odd_low);
+  row[1] = INTERLEAVE_HIGH(even_low, odd_low);
+  row[2] = INTERLEAVE_LOW(even_high, odd_high);
+  row[3] = INTERLEAVE_HIGH(even_high, odd_high);
+#elif STORE_PLANES == 3 && VEC > 1
+  merge(LOAD_V(line), LOAD_V(line + STORE_LINE), LOAD_V(line + 2 * STORE_LINE), row);
+#elif STORE_PLANES == 6 && VEC > 1
+  real_v low[3], high[3];
+  for (int p = 0; p < 3; p++) {
+    const real_v even = LOAD_V(line + p * STORE_LINE), odd = LOAD_V(line + (p + 3) * STORE_LINE);
+    low[p] = INTERLEAVE_LOW(even, odd);
+    high[p] = INTERLEAVE_HIGH(even, odd);
+  }
+  merge(low[0], low[1], low[2], row);
+  merge(high[0], high[1], high[2], row + 3);
+#else
+  for (int i = 0; i < STORE_PLANES * VEC; i++) ((REAL *)row)[i] = line[i % STORE_PLANES * STORE_LINE + i / STORE_PLANES];
+#endif
+}
+
+// Writes one row of ROW_W elements from position m on, as far as vectors are whole, by WRITE_V; then the rest, by WRITE_LEFT.
+#define WRITE_ROW(WRITE_V)                                                                             \
+  for (; STORE_PLANES * (m + VEC) <= ROW_W; m += VEC) {                                                \
+    real_v row[STORE_PLANES];                                                                          \
+    interleave(line + m, row);                                                                         \
+    for (int i = 0; i < STORE_PLANES; i++) WRITE_V(row[i], to + m * STORE_PLANES + i * VEC);           \
+  }
+#define WRITE_REST(WRITE_LEFT)                                                                         \
+  for (; STORE_PLANES * m < ROW_W; m += VEC) {                                                         \
+    real_v row[STORE_PLANES];                                                                          \
+    interleave(line + m, row);                                                                         \
+    for (int i = 0; i < STORE_PLANES; i++) {                                                           \
+      const int left = ROW_W - m * STORE_PLANES - i * VEC;                                             \
+      if (left > 0) WRITE_LEFT(row[i], to + ROW_W - left, left);                                       \
+    }                                                                                                  \
+  }
 
 #if USE_ROWS
 // The same with STORE_TAIL(x), the steps that need a result's place, and with statistics of the row. With USE_STORE 0 nothing is
@@ -65,6 +106,12 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
     FINISH(v, w, VEC)                       \
     STORE_V(value, p);                      \
   }
+#define FINISH_LEFT(v, p, left)             \
+  {                                         \
+    const int w = (p) - y;                  \
+    FINISH(v, w, left)                      \
+    store_lanes(value, p, left);            \
+  }
 #define FINISH_STREAM_V(v, p)               \
   {                                         \
     const int w = (p) - y;                  \
@@ -77,6 +124,11 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
     const int w = (p) - y;                  \
     FINISH(v, w, VEC)                       \
   }
+#define FINISH_LEFT(v, p, left)             \
+  {                                         \
+    const int w = (p) - y;                  \
+    FINISH(v, w, left)                      \
+  }
 #endif
   int m = 0;
 #if USE_STREAM && USE_STORE && defined(STREAM_V)
@@ -85,15 +137,7 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
   }
 #endif
   WRITE_ROW(FINISH_V)
-  for (int at = m * STORE_PLANES; at < ROW_W; at += VEC) {
-    REAL lanes[VEC];
-    for (int i = 0; i < VEC; i++) lanes[i] = at + i < ROW_W ? LINE_AT(at + i) : R(0.0);
-    const int w = first + at;
-    FINISH(LOAD_V(lanes), w, ROW_W - at)
-#if USE_STORE
-    store_lanes(value, to + at, ROW_W - at);
-#endif
-  }
+  WRITE_REST(FINISH_LEFT)
   GATHER_END((((size_t)n * OUT_D + d) * OUT_H + h) * OUT_C + c)
 }
 #else
@@ -106,7 +150,7 @@ static void store_row(global REAL *restrict y, global const REAL *restrict line,
   }
 #endif
   WRITE_ROW(STORE_V)
-  for (int w = m * STORE_PLANES; w < ROW_W; w++) to[w] = LINE_AT(w);
+  WRITE_REST(store_lanes)
 }
 #endif
 
@@ -149,8 +193,8 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
     fold_clear(pooled);
 #endif
     for (int rd = 0; rd < STRIDE_D; rd++)
-      for (int rh = 0; rh < STRIDE_H; rh++)
-        for (int step = 0; step < BOX_D; step += STEP_D) {
+      for (int step = 0; step < BOX_D; step += STEP_D)
+        for (int rh = 0; rh < STRIDE_H; rh++) {
           convolve(base, image, first_d, first_h, rd, rh, step, weights, lines, operands, &poison);
           for (int j = 0; j < STEP_D * LINES_H; j++) {
             global REAL *line = lines + (size_t)j * (LINE_CHANNELS * STRIDE_W * LINE);

@@ -71,6 +71,13 @@ typedef PASTE(REAL, VEC) real_v;
   ((real_v)(a.s8, b.s8, a.s9, b.s9, a.sa, b.sa, a.sb, b.sb, a.sc, b.sc, a.sd, b.sd, a.se, b.se, a.sf, b.sf))
 #endif
 
+// The unsigned integers that shuffle takes have the size of the elements.
+#if REAL_IS_DOUBLE
+#define mask_v PASTE(ulong, VEC)
+#else
+#define mask_v PASTE(uint, VEC)
+#endif
+
 // Compensated sums (Kahan, 1965): their error does not grow with the number of terms. For finite terms only.
 #define KEPT_SUM(total) real_v total = SPLAT(R(0.0)), total##_lost = total;
 #define KEEP(total, term) keep(&total, &total##_lost, term);

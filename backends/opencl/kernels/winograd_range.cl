@@ -1,181 +1,252 @@
 // Where the Winograd core's rounding would show, and what is computed directly there.
 //
-// A tile's sums mix all its input rows, so that an output gets rounding errors of the size of the tile's largest element, also of one
-// that it does not read. They vanish in the output's own rounding where two things hold in each lane; a chunk with any other lane is
-// left to the direct sums below:
+// A tile's sums mix all its inputs, so that an output gets rounding errors of the size of the tile's largest element, also of one
+// that it does not read. They vanish in the output's own rounding where two things hold for each tile; any other tile is left to the
+// direct sums below:
 //   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least
 //     1/MOST_APART of those of the tile's largest output. What it reads is then not small beside what the others read.
-//   - No input channel dominates: in the depth component of the planes that both rows along depth read (in each one at borders, where
-//     there may be no such plane) the transformed magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest
-//     channel's. An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
+//   - No input channel dominates any column of what the tile reads: in the depth component of the planes that all outputs along depth read (in each one at borders, where
+//     there may be no such plane) the magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest channel's.
+//     An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
+// At edges, where outputs read one tap of several along two axes, that is so by the geometry, and these tiles are always left to them.
 // winograd.py sees to it that no tap's weights are small beside the others, and few in a tap.
 //
 // Layouts in scratch
-//   loads   [group][sum, largest, marks][LEAD + CHANNEL ...]: of transformed input, over channels, lanes as in v; 1 where one dominates
-//   sums    [rw][group][jd][jh][LINE]: of the magnitudes of results, over channels, lanes as in lines
-//   direct  [rw][group][chunk]: 1 where a chunk is computed directly
+//   sums   [group][jd][jh][column and phase along width][LINE]: of the magnitudes of results, lanes as in lines
+//   marks  [VECTORS * VEC]: 1 for each lane whose tile is computed directly
+
+// Off the usual path, what matters of a loop is its size: compilers take long to unroll and to vectorize what is rarely run.
+#if defined(__clang__)
+#define COLD_LOOP _Pragma("clang loop vectorize(disable) unroll(disable)")
+#else
+#define COLD_LOOP
+#endif
 
 // How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance.
 #define MOST_APART (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC))
-#if VEC == 1
-#define ANY_V(condition) (condition)
-#else
-#define ANY_V(condition) any(condition)
-#endif
-#define SUMS_OF(rw, group) (((rw) * GROUPS + (group)) * (2 * LINES_H * LINE))
 
-// Marks the lanes of loads where one channel dominates, all of them afresh or further ones.
-static void mark_loads(global REAL *restrict loads, const int tiles, const bool fresh) {
-  const real_v most = SPLAT(R(0.5) * sqrt((REAL)GROUP_IC));
-  for (int group = 0; group < GROUPS; group++, loads += 3 * LOADS)
-    for (int i = 0; i < tiles; i++)
-      for (int w = 0; w < IW; w += VEC) {
-        global REAL *const at = loads + i * PITCH + w;
-        const real_v marks = fresh ? SPLAT(R(0.0)) : LOAD_V(at + 2 * LOADS);
-        const real_v sum = LOAD_V(at);
-        STORE_V(sum < most * LOAD_V(at + LOADS) || sum == SPLAT(INFINITY) ? SPLAT(R(1.0)) : marks, at + 2 * LOADS);
-      }
-}
-
-// Is an output of lane `at` of the lines small beside another one of its tile? planes, rows: of the tile that are positions.
-static bool small_output(global const REAL *sums, const int rd, const int rh, const int planes, const int rows, const int at) {
-  // One tap alone along an axis is not transformed, and shares nothing.
-  const int share_d = TAPS_D[rd] > 1 ? 2 : 1, share_h = TAPS_H[rh] > 1 ? LINES_H : 1;
-  for (int d = 0; d < planes; d += share_d)
-    for (int h = 0; h < rows; h += share_h) {
-      REAL least = INFINITY, largest = R(0.0);
-      for (int jd = d; jd < d + share_d; jd++)
-        for (int jh = h; jh < h + share_h; jh++) {
-          const REAL sum = sums[(jd * LINES_H + jh) * LINE + at];
-          if (jd < planes && jh < rows) least = min(least, sum);
-          largest = max(largest, sum);
-        }
-      if (MOST_APART * least < largest || largest == INFINITY) return true;
-    }
-  return false;
-}
-
-// Does the chunk hold a lane that has to be computed directly? rows: positions from the box's first one along height.
-static bool uneven(global const REAL *loads, global const REAL *sums, const int rd, const int rh, const int rw, const int planes,
-                   const int rows, const int chunk) {
-  const int width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
-  for (int j = 0; j < width; j++) {
-    for (int tw = 0; tw < TAPS_W[rw]; tw++)
-      if (ANY_V(LOAD_V(loads + 2 * LOADS + CHUNK_X[chunk] + OFFSET_W[rw][tw] + j * VEC) != SPLAT(R(0.0)))) return true;
-    // Most vectors have no lane with a small output even if all that they hold is taken for one tile of positions.
-    const int first = CHUNK_LINE[chunk] + j * VEC;
-    real_v least = LOAD_V(sums + first), largest = least;
-    for (int row = 1; row < 2 * LINES_H; row++) {
-      const real_v sum = LOAD_V(sums + row * LINE + first);
-      least = sum < least ? sum : least;
-      largest = sum > largest ? sum : largest;
-    }
-    if (!ANY_V(SPLAT(MOST_APART) * least < largest || largest == SPLAT(INFINITY))) continue;
-    for (int at = first; at < first + VEC; at++)
-      if (at % ROW < POSITIONS_W && small_output(sums, rd, rh, planes, min(LINES_H, rows - at / ROW * LINES_H), at)) return true;
-  }
-  return false;
-}
-
-// Adds the products of one input plane to a chunk of the lines of both rows along depth, without transforms.
+// Marks the tiles of the vector at `lane` that a channel dominates. Called for each channel c; known when c is its group's last.
 //
-// Args: as in winograd_tile.cl, but
-//   v     the plane's rows: v[b] is input row b of each tile
-//   w     weights [KD taps][KH taps][KW taps][IC/groups][THREAD_C]
-//   part  number of the plane among those that the two rows along depth read
-static void direct_tile(global const REAL *restrict v, const int rd, const int rh, const int rw, global const REAL *restrict w,
-                        const int part, const int width, global REAL *restrict line, global const REAL *restrict operands,
-                        const int channel, real_v *poison) {
-  for (int jd = 0; jd < 2; jd++) {
+// x: the vector's input of that channel, of which a tile reads rows at[0 .. parts); sum, largest: over channels so far, for each input
+// along width.
+static void measure(global const REAL *x, const int *at, real_v *sum, real_v *largest, const int parts, const int c, const int lane,
+                    const int tiles, global int *marks) {
+COLD_LOOP
+  for (int k = 0; k < REACH_W; k++) {
+    real_v load = SPLAT(R(0.0));
+COLD_LOOP
+    for (int b = 0; b < parts; b++) load += fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
+    if (c % GROUP_IC == 0) sum[k] = largest[k] = SPLAT(R(0.0));
+    largest[k] = load > largest[k] ? load : largest[k];
+    sum[k] += load;
+    if (c % GROUP_IC < GROUP_IC - 1) continue;
+    const real_v most = SPLAT(R(0.5) * sqrt((REAL)GROUP_IC)) * largest[k];
+    if (!ANY_V(sum[k] < most || sum[k] == SPLAT(INFINITY))) continue;
+    REAL sums[VEC], least[VEC];
+    STORE_V(sum[k], sums);
+    STORE_V(most, least);
+COLD_LOOP
+    for (int i = 0; i < VEC; i++)
+      if ((sums[i] < least[i] || sums[i] == INFINITY) && IS_TILE(lane + i, tiles)) marks[lane + i] = 1;
+  }
+}
+
+// Is an output of a tile, lane `at` of the lines, small beside another one of it? planes, rows, columns: of the tile that are positions.
+static bool small_output(global const REAL *sums, const int rd, const int rh, const int rw, const int planes, const int rows,
+                         const int columns, const int at) {
+  // Outputs that are not transformed together share nothing.
+  const int share_d = SHARE_D[rd], share_h = SHARE_H[rh], share_w = SHARE_W[rw];
+COLD_LOOP
+  for (int d = 0; d < planes; d += share_d)
+COLD_LOOP
+    for (int h = 0; h < rows; h += share_h)
+COLD_LOOP
+      for (int w = 0; w < columns; w += share_w) {
+        REAL least = INFINITY, largest = R(0.0);
+COLD_LOOP
+        for (int jd = d; jd < d + share_d; jd++)
+COLD_LOOP
+          for (int jh = h; jh < h + share_h; jh++)
+COLD_LOOP
+            for (int jw = w; jw < w + share_w; jw++) {
+              const REAL sum = sums[((jd * M_H + jh) * STRIDE_W + jw * PHASES_W + rw) * LINE + at];
+              if (jd < planes && jh < rows && jw < columns) least = min(least, sum);
+              largest = max(largest, sum);
+            }
+        if (MOST_APART * least < largest || largest == INFINITY) return true;
+      }
+  return false;
+}
+
+// Marks the tiles with a small output among the first `tiles` tile rows. rows: positions from the box's first one along height.
+__attribute__((noinline)) static void mark_small_outputs(global const REAL *sums, const int rd, const int rh, const int planes, const int rows, const int tiles,
+                               global int *marks) {
+COLD_LOOP
+  for (int first = 0; first < min(VECTORS * VEC, tiles * ROW); first += VEC)
+COLD_LOOP
+    for (int rw = 0; rw < PHASES_W; rw++) {
+      if (SHARE_D[rd] == 1 && SHARE_H[rh] == 1 && SHARE_W[rw] == 1) continue;
+      // Most vectors have no small output even if all that they hold is taken for one tile of positions.
+      real_v least = LOAD_V(sums + rw * LINE + first), largest = least;
+COLD_LOOP
+      for (int row = 0; row < M_D * M_H * M_W; row++) {
+        const real_v sum = LOAD_V(sums + (row * PHASES_W + rw) * LINE + first);
+        least = sum < least ? sum : least;
+        largest = sum > largest ? sum : largest;
+      }
+      if (!ANY_V(SPLAT(MOST_APART) * least < largest || largest == SPLAT(INFINITY))) continue;
+COLD_LOOP
+      for (int at = first; at < first + VEC; at++)
+        if (IS_TILE(at, tiles) && small_output(sums, rd, rh, rw, planes, min(M_H, rows - at / ROW * M_H),
+                                               min(M_W, WIDTH - at % ROW * M_W), at))
+          marks[at] = 1;
+    }
+}
+
+// How many times as many inputs the output with most reads along an axis as the one with fewest, of `outputs` that share a transform
+// from position `first` on; the others lie outside the tensor.
+static int spread(const int first, const int outputs, const int share, const int offset, const int taps, const int extent) {
+  int least = taps, most = 1;
+COLD_LOOP
+  for (int j = 0; j < (share > 1 ? outputs : 0); j++) {
+    const int inside = min(first + j + offset + taps, extent) - max(first + j + offset, 0);
+    least = min(least, inside);
+    most = max(most, inside);
+  }
+  return least < 1 ? taps : most / least;
+}
+
+// Marks tiles at edges and corners, where an output reads less than a quarter of what another one of its tile does.
+__attribute__((noinline)) static void mark_edges(const int base, const int planes, const int first_h, const int rd, const int rh,
+                                                 const int tiles, global int *marks) {
+  const int along_d = spread(base, planes, SHARE_D[rd], INPUT_D[rd][0], TAPS_D[rd], ID);
+COLD_LOOP
+  for (int i = 0; i < tiles; i++) {
+    const int h = first_h + i * M_H;
+    const int along_dh = along_d * spread(h, min(M_H, POSITIONS_H - h), SHARE_H[rh], LOW_H + INPUT_H[rh][0], TAPS_H[rh], IH);
+COLD_LOOP
+    for (int t = 0; t < POSITIONS_W; t++)
+COLD_LOOP
+      for (int rw = 0; rw < PHASES_W; rw++)
+        if (along_dh * spread(t * M_W, min(M_W, WIDTH - t * M_W), SHARE_W[rw], LOW_W + INPUT_W[rw][0], TAPS_W[rw], IW) > 4)
+          marks[i * ROW + t] = 1;
+  }
+}
+
+// Channels of one register tile side by side.
+#if THREAD_C == 4 || THREAD_C == 8 || THREAD_C == 16
+typedef PASTE(REAL, THREAD_C) channels_v;
+#define LOAD_C(pointer) PASTE(vload, THREAD_C)(0, (pointer))
+#define STORE_C(value, pointer) PASTE(vstore, THREAD_C)((value), 0, (pointer))
+#define CHANNELS_V 1
+#else
+typedef REAL channels_v;
+#define LOAD_C(pointer) (*(pointer))
+#define STORE_C(value, pointer) (*(pointer) = (value))
+#define CHANNELS_V THREAD_C
+#endif
+
+// Adds the products of one input plane, number `part` of those that a tile reads, to the lines of the tile at `lane`, without transforms.
+// Lanes are output channels here. patch: room for what the tile reads, [row][input along width][IC].
+__attribute__((noinline)) static void direct_tile(global const REAL *restrict x, global REAL *restrict patch, const int lane, const int d,
+                                                  const int first_h, const int rd, const int rh, const int part,
+                                                  global const REAL *restrict weights, global REAL *restrict lines,
+                                                  global const REAL *restrict operands, real_v *poison) {
+COLD_LOOP
+  for (int b = 0; b < TAPS_H[rh] + M_H - 1; b++)
+COLD_LOOP
+    for (int k = 0; k < REACH_W; k++) {
+      const int h = first_h + LOW_H + lane / ROW * M_H + INPUT_H[rh][b], w = LOW_W + lane % ROW * M_W + k;
+      const bool inside = (uint)d < ID && (uint)h < IH && (uint)w < IW;
+COLD_LOOP
+      for (int c = 0; c < IC; c++) {
+        real_v value = SPLAT(R(0.0));
+        if (inside) {
+          value = SPLAT(x[(((size_t)c * ID + d) * IH + h) * IW + w]);
+          PROLOGUE(value, c);
+        }
+        patch[(b * REACH_W + k) * IC + c] = LANE0(value);
+      }
+    }
+COLD_LOOP
+  for (int jd = 0; jd < M_D; jd++) {
     const int td = part - jd;
     if ((uint)td >= TAPS_D[rd]) continue;
-    for (int j = 0; j < width; j++) {
-      global const REAL *wt = w + td * (TAPS_H[rh] * TAPS_W[rw] * GROUP_IC * THREAD_C);
-      real_v sums[LINES_H][THREAD_C];
+COLD_LOOP
+    for (int rw = 0; rw < PHASES_W; rw++) {
+      const int plane_weights = TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C);
+      global const REAL *w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * PHASES_W + rw] + td * plane_weights;
+COLD_LOOP
+      for (int group = 0; group < GROUPS; group++)
+COLD_LOOP
+        for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * plane_weights) {
+          channels_v acc[M_H][M_W][CHANNELS_V];
 #pragma unroll
-      for (int jh = 0; jh < LINES_H; jh++)
+          for (int jh = 0; jh < M_H; jh++)
 #pragma unroll
-        for (int c = 0; c < THREAD_C; c++) sums[jh][c] = SPLAT(R(0.0));
-      for (int th = 0; th < TAPS_H[rh]; th++)
-        for (int tw = 0; tw < TAPS_W[rw]; tw++) {
-          global const REAL *vr = v + th * PLANE + OFFSET_W[rw][tw] + j * VEC;
-#pragma unroll 1
-          for (int i = 0; i < GROUP_IC; i++, vr += CHANNEL, wt += THREAD_C) {
+            for (int jw = 0; jw < M_W; jw++)
 #pragma unroll
-            for (int jh = 0; jh < LINES_H; jh++) {
-              const real_v value = LOAD_V(vr + jh * PLANE);
+              for (int n = 0; n < CHANNELS_V; n++) acc[jh][jw][n] = (channels_v)(R(0.0));
+          global const REAL *wt = w;
+COLD_LOOP
+          for (int th = 0; th < TAPS_H[rh]; th++)
+COLD_LOOP
+            for (int tw = 0; tw < TAPS_W[rw]; tw++) {
+              global const REAL *from = patch + (th * REACH_W + INPUT_W[rw][tw]) * IC + group * GROUP_IC;
+COLD_LOOP
+              for (int i = 0; i < GROUP_IC; i++, from++, wt += THREAD_C)
 #pragma unroll
-              for (int c = 0; c < THREAD_C; c++) sums[jh][c] = fma(value, SPLAT(wt[c]), sums[jh][c]);
+                for (int n = 0; n < CHANNELS_V; n++) {
+                  const channels_v factor = LOAD_C(wt + n);
+#pragma unroll
+                  for (int jh = 0; jh < M_H; jh++)
+#pragma unroll
+                    for (int jw = 0; jw < M_W; jw++)
+                      acc[jh][jw][n] = fma((channels_v)(from[(jh * REACH_W + jw) * IC]), factor, acc[jh][jw][n]);
+                }
             }
-          }
-        }
+          REAL results[M_H * M_W * THREAD_C];
 #pragma unroll
-      for (int jh = 0; jh < LINES_H; jh++)
+          for (int jh = 0; jh < M_H; jh++)
 #pragma unroll
-        for (int c = 0; c < THREAD_C; c++) {
-#if GROUP_OC % THREAD_C
-          if (channel % GROUP_OC + c >= GROUP_OC) continue;
-#endif
-          global REAL *target = line + ((size_t)(jd * LINES_H + jh) * LINE_CHANNELS + c) * (STRIDE_W * LINE) + j * VEC;
-          real_v value = sums[jh][c];
-          if (td > 0) value += LOAD_V(target);
-          if (td == TAPS_D[rd] - 1) {
-            *poison = fma(value, SPLAT(R(0.0)), *poison);
-            CONV_TAIL(value, channel + c);
+            for (int jw = 0; jw < M_W; jw++)
+#pragma unroll
+              for (int n = 0; n < CHANNELS_V; n++) STORE_C(acc[jh][jw][n], results + (jh * M_W + jw) * THREAD_C + n);
+COLD_LOOP
+          for (int i = 0; i < M_H * M_W * THREAD_C; i++) {
+            const int n = i % THREAD_C, q = i / THREAD_C % M_W * PHASES_W + rw, channel = group * GROUP_OC + c + n;
+            if (c + n >= GROUP_OC) continue;
+            global REAL *const to =
+                lines + (((size_t)(jd * M_H + i / (M_W * THREAD_C)) * LINE_CHANNELS + channel) * STRIDE_W + q) * LINE + lane;
+            real_v value = SPLAT(td > 0 ? *to + results[i] : results[i]);
+            if (td == TAPS_D[rd] - 1) {
+              *poison = fma(value, SPLAT(R(0.0)), *poison);
+              CONV_TAIL(value, channel);
+            }
+            *to = LANE0(value);
           }
-          STORE_V(value, target);
         }
     }
   }
 }
 
-// Writes a plane's rows: v[b][channel][i * PITCH + w] is row b of tile i itself.
-static void plain_rows(global REAL *restrict v, global const REAL *restrict x, const int d, const int first_h, const int rh,
-                       const int tiles, global const REAL *restrict operands) {
-  for (int c = 0; c < IC; c++)
-    for (int b = 0; b < TAPS_H[rh] + LINES_H - 1; b++)
-      for (int i = 0; i < tiles; i++) {
-        const int h = first_h + INPUT_H[START_H[rh] + i * LINES_H + b];
-        global REAL *const to = v + b * PLANE + c * CHANNEL + i * PITCH;
-        if ((uint)d < ID && (uint)h < IH)
-          combine_row(to, x + (((size_t)c * ID + d) * IH + h) * IW, 0, 1, operands, c);
-        else
-          clear(to, IW);
-      }
-}
-
-// Finds the uneven chunks among the lines of one (rd, rh), and computes them directly. base: first position of the pair along depth.
-// Returns NaN when a result is not finite, else 0. A function of its own, so that compilers treat the usual path as if it were alone.
+// Finds the uneven tiles among the lines of one (rd, rh), besides those marked, and computes them directly. base: first position of the
+// tiles along depth. Returns NaN when a result is not finite, else 0. A function of its own, so that compilers treat the usual path as
+// if it were alone.
 __attribute__((noinline)) static real_v compute_uneven(global REAL *restrict scratch, global const REAL *restrict x, const int base,
                                                        const int first_h, const int rd, const int rh, const int planes,
                                                        const int tiles, global const REAL *restrict weights,
                                                        global REAL *restrict lines, global const REAL *restrict operands) {
-  global REAL *const v = scratch + LEAD, *const direct = scratch + SCRATCH_DIRECT;
-  global const REAL *const loads = scratch + SCRATCH_LOADS, *const sums = scratch + SCRATCH_SUMS;
-  const int rows = min(BOX_H, POSITIONS_H - first_h);
   real_v poison = SPLAT(R(0.0));
-  bool any_direct = false;
-  for (int rw = 0; rw < STRIDE_W; rw++)
-    for (int group = 0; group < GROUPS; group++)
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        const bool mark = CHUNK_LINE[chunk] < tiles * ROW && uneven(loads + group * (3 * LOADS), sums + SUMS_OF(rw, group), rd, rh, rw,
-                                                                    planes, rows, chunk);
-        direct[(rw * GROUPS + group) * CHUNKS + chunk] = mark;
-        any_direct |= mark;
-      }
-  for (int part = 0; any_direct && part < PARTS_D[rd]; part++) {
-    plain_rows(v, x, base + FIRST_D[rd] + part, first_h, rh, tiles, operands);
-    for (int rw = 0; rw < STRIDE_W; rw++) {
-      global const REAL *w = weights + DIRECT_WEIGHTS[(rd * STRIDE_H + rh) * STRIDE_W + rw];
-      for (int group = 0; group < GROUPS; group++)
-        for (int c = 0; c < GROUP_OC; c += THREAD_C, w += TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C))
-          for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            if (direct[(rw * GROUPS + group) * CHUNKS + chunk] == R(0.0)) continue;
-            const int channel = group * GROUP_OC + c, width = chunk < WIDE_CHUNKS ? THREAD_W : 1;
-            direct_tile(v + group * (GROUP_IC * CHANNEL) + CHUNK_X[chunk], rd, rh, rw, w, part, width,
-                        lines + (channel * STRIDE_W + rw) * LINE + CHUNK_LINE[chunk], operands, channel, &poison);
-          }
-    }
-  }
+  global int *const marks = (global int *)(scratch + SCRATCH_MARKS);
+COLD_LOOP
+  for (int group = 0; group < GROUPS; group++)
+    mark_small_outputs(scratch + SCRATCH_SUMS + group * (M_D * M_H * STRIDE_W * LINE), rd, rh, planes, POSITIONS_H - first_h, tiles, marks);
+  mark_edges(base, planes, first_h, rd, rh, tiles, marks);
+COLD_LOOP
+  for (int lane = 0; lane < VECTORS * VEC; lane++)
+COLD_LOOP
+    for (int part = 0; marks[lane] && part < PARTS_D[rd]; part++)
+      direct_tile(x, scratch + SCRATCH_PANELS, lane, base + INPUT_D[rd][part], first_h, rd, rh, part, weights, lines, operands, &poison);
   return poison;
 }

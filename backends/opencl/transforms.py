@@ -1,0 +1,109 @@
+"""Winograd transforms F(m, n) along one axis: the one place that knows the coefficients.
+
+For a phase with taps g[0..n-1] at consecutive input offsets, m neighbouring outputs
+
+    y[j] = sum over k of x[j + k] * g[k],  j = 0 .. m - 1
+
+follow from p = m + n - 1 products instead of m * n:
+
+    y = A^T ((G g) * (B^T x)),  A^T of m x p, G of p x n, B^T of p x p numbers.
+
+These are the transpose of Toom and Cook's product of polynomials with m and n coefficients, which evaluates both at
+p - 1 points and "at infinity", where the leading coefficient is left. (Winograd, "Arithmetic complexity of
+computations", 1980; Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+from dispatcher.ops.geometry import AxisGeometry
+
+Row = tuple[Fraction, ...]
+
+HALF = Fraction(1, 2)
+#: Points at which polynomials are evaluated, by p. Up to p = 4 sums of inputs have no more than two terms; above,
+#: these round least among all choices from 0, 1, 2 and 1/2 of either sign, as much as a direct sum.
+POINTS: dict[int, tuple[int | Fraction, ...]] = {2: (0,), 3: (0, 1), 4: (0, 1, -1), 5: (0, -1, HALF, 2)}
+#: Most taps of a phase that has transforms.
+MOST_TAPS = 3
+#: The m of F(m, n). F(4, n) would save more, but its errors come close to what ``dispatcher verify`` allows.
+MOST_OUTPUTS = 3
+
+
+@dataclass(frozen=True)
+class Transform:
+    """F(m, n): the rows of three matrices.
+
+    Attributes:
+        inputs: B^T, ``(p, p)``: each product's sum of inputs.
+        taps: G, ``(p, n)``: each product's sum of taps.
+        outputs: A^T, ``(m, p)``: each output's sum of products.
+    """
+
+    inputs: tuple[Row, ...]
+    taps: tuple[Row, ...]
+    outputs: tuple[Row, ...]
+
+
+def _unit(size: int) -> tuple[Row, ...]:
+    return tuple(tuple(Fraction(int(i == j)) for j in range(size)) for i in range(size))
+
+
+def _from_roots(roots: list[Fraction]) -> list[Fraction]:
+    """Coefficients of the product of ``x - root``, constant first."""
+    polynomial = [Fraction(1)]
+    for root in roots:
+        shifted, scaled = [Fraction(0), *polynomial], [root * c for c in polynomial] + [Fraction(0)]
+        polynomial = [a - b for a, b in zip(shifted, scaled, strict=True)]
+    return polynomial
+
+
+@cache
+def transform(outputs: int, taps: int) -> Transform:
+    """F(``outputs``, ``taps``) for 1 to :data:`MOST_TAPS` taps, or any number of them where there is one output.
+
+    Row i of B^T has the coefficients of the product of all x - point but that of point i, up to sign, so that the
+    factors that make it an identity are all in G. With one tap or one output nothing is saved: the products are
+    the outputs', without sums, or the taps', added up.
+    """
+    products = outputs + taps - 1
+    if taps == 1:
+        return Transform(_unit(products), ((Fraction(1),),) * products, _unit(products))
+    if outputs == 1:
+        return Transform(_unit(products), _unit(products), ((Fraction(1),) * products,))
+    points = [Fraction(point) for point in POINTS[products]]
+    inputs: list[Row] = []
+    factors: list[Row] = []
+    for point in points:
+        others = [other for other in points if other != point]
+        scale = Fraction(1)
+        for other in others:
+            scale *= point - other
+        sign = 1 if scale > 0 else -1
+        inputs.append((*(sign * c for c in _from_roots(others)), Fraction(0)))
+        factors.append(tuple(point**k / abs(scale) for k in range(taps)))
+    inputs.append(tuple(_from_roots(points)))
+    factors.append((*(Fraction(0),) * (taps - 1), Fraction(1)))
+    rows = tuple((*(point**j for point in points), Fraction(int(j == outputs - 1))) for j in range(outputs))
+    return Transform(tuple(inputs), tuple(factors), rows)
+
+
+@cache
+def terms(outputs: int, taps: int) -> tuple[int, int]:
+    """How many terms the sums of F(``outputs``, ``taps``) have: those of inputs, and those of products."""
+    matrices = transform(outputs, taps)
+    return sum(map(bool, sum(matrices.inputs, ()))), sum(map(bool, sum(matrices.outputs, ())))
+
+
+def axis_reason(axis: AxisGeometry) -> str | None:
+    """None when every phase of the axis has a transform, else why not."""
+    for phase in axis.phases:
+        if not 1 <= len(phase.taps) <= MOST_TAPS:
+            return f"{axis.name}: a phase has {len(phase.taps)} taps; transforms exist for 1 to {MOST_TAPS}"
+        first = phase.taps[0].offset
+        if any(tap.offset != first + i for i, tap in enumerate(phase.taps)):
+            return f"{axis.name}: a phase's taps are not neighbours"
+    return None
