@@ -116,7 +116,7 @@ def ratio(ours: float | None, theirs: float | None, least: float) -> float:
 
 def ratios(entry: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Of the roots of the mean squares, and of the maxima."""
-    pairs = zip(entry["errors"][name], entry["errors"]["torch"], entry["rounding"], strict=True)
+    pairs = zip(entry["errors"][name], entry["errors"]["torch"], entry.get("rounding", (0.0, 0.0)), strict=True)
     rms, most = (ratio(*each) for each in pairs)
     return rms, most
 

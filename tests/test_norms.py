@@ -98,9 +98,7 @@ def test_norms_by_what_the_launch_before_left_of_each_row(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("axis", ["channel", ["channel", "depth"]])
-@pytest.mark.parametrize(
-    "place", [each for each in HERE if each.algorithm in ("direct", "tiled", "halo", "fma")], ids=str
-)
+@pytest.mark.parametrize("place", [each for each in HERE if each.algorithm not in ("winograd", "gather")], ids=str)
 def test_squares_may_overflow_beside_a_row_that_is_not_finite(place: Place, axis: Any) -> None:
     """The rows are neighbours in a vector or a warp, whose squares are made again together."""
     shape = (1, 9, 2, 1, 19)
