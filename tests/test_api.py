@@ -367,6 +367,12 @@ def test_arrays_of_pyopencl(backend_device: Device) -> None:
         np.testing.assert_array_equal(output.get(), expected)
     bound = dispatcher.compile(CONV, device=backend_device, kernel=weights)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(bound))(input=tensors["input"]), expected)
+    kept = dispatcher.compile(CONV, device=backend_device, kernel=weights.copy())
+    kept.update(kernel=weights)
+    weights.fill(0)
+    for compiled in (bound, kept):  # of which neither has been called
+        result = compiled(input=tensors["input"])
+        np.testing.assert_array_equal(result if isinstance(result, np.ndarray) else result.get(), expected)
     own = cl_array.to_device(queue, np.zeros(expected.size + tensors["input"].size, np.float32))
     output = own[: expected.size].reshape(expected.shape)
     taken = own[expected.size :].reshape(tensors["input"].shape)
