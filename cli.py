@@ -204,8 +204,10 @@ def import_command(
     from dispatcher.problem import commandline
 
     limit = commandline.seconds_above_zero("--timeout", timeout, LONGEST_S)
-    target = None if output is None else streams.output_path("--output", output)
-    tensors = None if weights is None else streams.output_path("--weights", weights)
+    target = None if output is None else streams.output_path("--output", output, [file])
+    tensors = None if weights is None else streams.output_path("--weights", weights, [file])
+    if target is not None and target == tensors:
+        raise InputError(f"--output and --weights are both {output}; give each a file of its own")
     path = Path(file)
     modelfile.check_file(path)
     if not trust:
@@ -268,8 +270,9 @@ def run_command(
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     repeats = int(verify) if repeat is None else commandline.whole_number("--repeat", repeat, 0)
     commandline.check_choices(dtype, precision)
-    target = None if output is None else streams.output_path("--output", output)
-    trace_file = None if trace is None else streams.output_path("--trace", trace)
+    read = [problem, *(text.partition("=")[2] for text in tensor or ())]
+    target = None if output is None else streams.output_path("--output", output, read)
+    trace_file = None if trace is None else streams.output_path("--trace", trace, read)
     if target is not None and target == trace_file:
         raise InputError(f"--output and --trace are both {output}; give each a file of its own")
     parse_request(device)
@@ -324,7 +327,7 @@ def export_command(
     from dispatcher.problem.loader import load_problem
 
     commandline.check_choices(dtype, precision)
-    target = streams.output_path("--output", output)
+    target = streams.output_path("--output", output, [problem])
     files = export(
         load_problem(problem), to, target,
         cases=case or (), dtype=dtype, precision=precision, device_class=device_class,
@@ -421,7 +424,7 @@ def explain_command(
     loaded = load_problem(problem)
     commandline.check_choices(dtype, precision)
     chosen = case or commandline.default_case(loaded)
-    picture = streams.picture_path(plot)
+    picture = streams.picture_path(plot, [problem])
     with progress("compiling"):
         given = parse_assignments(loaded, settings or [], "--set")
         given |= {"case": chosen, "dtype": dtype, "precision": precision}
@@ -479,7 +482,7 @@ def verify_command(
     seed_number = commandline.whole_number("--seed", seed, 0, MAX_SEED)
     seed_count = commandline.whole_number("--seeds", seeds, 1)
     sets, numbers = verifying.check_inputs(inputs), verifying.check_seeds(seed_number, seed_count)
-    picture = streams.picture_path(plot)
+    picture = streams.picture_path(plot, [*(problem or ()), kernel or ""])
     of_kernel: dict[str, Any] = {"entry": entry, "global_size": global_size, "local_size": local_size}
     of_kernel |= {"build_options": build_option or None, "timeout": timeout, "repeat": repeat}
     of_kernel = {name: value for name, value in of_kernel.items() if value is not None}
@@ -552,7 +555,7 @@ def tune_command(
         others = variants.given_options(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
         variants.list_kept(problem or (), forget, ["--list", *others] if listed and forget else others, as_json)
         return
-    picture = streams.picture_path(plot)
+    picture = streams.picture_path(plot, problem)
     busy = machine.busy_reason(machine.foreign_load())
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise and are not kept")
@@ -633,7 +636,7 @@ def bench_command(
     warmups = commandline.whole_number("--warmup", warmup, 0)
     options = commandline.tuning_options(algorithm, option)
     peers = () if against is None else parse_peers(against)
-    picture = streams.picture_path(plot)
+    picture = streams.picture_path(plot, problem)
     bound = commandline.bind_problems("time", problem, settings, case, dtype, precision)
     if device == "all":
         places: list[str | None] = [found.id for found in devices() if found.available]

@@ -1,9 +1,13 @@
-"""Reading files that a user names."""
+"""Files that a user names: reading one, and keeping results out of those that are read."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from dispatcher.errors import InputError
 
 
 class NotRegularError(Exception):
@@ -41,3 +45,23 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:  # it grew, or does not say how long it is
         raise TooLargeError(len(content))
     return content
+
+
+def check_apart(what: str, target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]]) -> None:
+    """Check that a result does not take the place of a file that is read, under whatever name, or of its folder.
+
+    Args:
+        what: the option that names the result, for messages.
+        target: where the result goes.
+        read: what is read; a path where nothing is counts for nothing.
+
+    Raises:
+        InputError: it does.
+    """
+    place = Path(os.path.realpath(target))
+    for source in read:
+        if os.path.exists(source) and (
+            place in Path(os.path.realpath(source)).parents or (place.exists() and os.path.samefile(source, place))
+        ):
+            where = f"{what} {os.fspath(target)!r} would replace {os.fspath(source)!r}, which is read"
+            raise InputError(f"{where}; give the output a place of its own")

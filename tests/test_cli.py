@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -258,6 +259,31 @@ def test_a_failed_write_keeps_the_old_file(run: Any, tmp_path: Path, monkeypatch
     assert "--output" in ended.err
     assert "No space left" in ended.err
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_what_is_read_is_not_overwritten(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(streams, "picture_path", partial(streams.output_path, "--plot"))  # whatever is installed
+    folder = Path(dispatcher.__file__).parent / "problems"
+    Path("p.json").write_bytes(next(folder.rglob(f"{CONV}.yaml")).read_bytes())
+    np.save("x.npy", conv_tensors()["input"])
+    for name in ("p.json", "x.npy"):
+        Path(f"link.{name}").symlink_to(name)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tensor = ["--tensor", "input=x.npy"]
+    for arguments in (
+        ["run", "p.json", "--output", "link.p.json"],
+        ["run", CONV, *tensor, "--output", f"{tmp_path}/x.npy"],
+        ["run", CONV, "--tensor", "input=link.x.npy", "--trace", "x.npy"],
+        ["export", "p.json", "--to", "opencl", "--output", "p.json"],
+        ["import", "p.json", "--trust", "--weights", "./p.json"],
+        *([command, "p.json", "--plot", "p.json"] for command in ("explain", "verify", "tune", "bench")),
+        ["verify", CONV, "--kernel", "x.npy", "--plot", "x.npy"],
+    ):
+        ended = run(*arguments)
+        assert (ended.code, ended.out) == (2, "")
+        assert "which is read; give the output a place of its own" in ended.err
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_result_is_kept_though_verification_fails(run: Any, install_backends: Install, tmp_path: Path) -> None:

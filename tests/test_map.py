@@ -202,8 +202,14 @@ def test_what_cannot_come_in_chunks_is_refused(source: Path, tmp_path: Path) -> 
         )  # fmt: skip
     with pytest.raises(InputError, match="tensor kernel is missing"):
         map_files(PROBLEM, source, tmp_path / "y.npy", {}, case="sample")
-    with pytest.raises(InputError, match="output a place of its own"):
-        mapped(source, source)
+    (tmp_path / "link.npy").symlink_to(source)
+    np.save(tmp_path / "kernel.npy", GIVEN["kernel"])
+    kernel = np.load(tmp_path / "kernel.npy", mmap_mode="r")
+    for taken in (source, tmp_path / "link.npy", tmp_path / "kernel.npy"):
+        with pytest.raises(InputError, match="output a place of its own"):
+            mapped(source, taken, given={"kernel": kernel})
+    with pytest.raises(InputError, match=r"outer.zarr' would replace .*inner.zarr', which is read"):
+        mapped(stored_as_zarr(X, tmp_path / "outer.zarr" / "inner.zarr", 2), tmp_path / "outer.zarr")
     with pytest.raises(InputError, match="does not exist; make it first"):
         mapped(source, tmp_path / "no" / "y.npy")
 

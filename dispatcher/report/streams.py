@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dispatcher.errors import DispatcherError, InputError, KernelError
+from dispatcher.files import check_apart
 from dispatcher.report.layout import duration, first_sentence
 
 if TYPE_CHECKING:
@@ -324,12 +325,18 @@ def _failure(error: BaseException, command: str | None) -> tuple[str, str, int]:
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-def output_path(option: str, text: str) -> Path:
+def output_path(option: str, text: str, read: Iterable[str] = ()) -> Path:
     """The file that an option names, which will be written to.
 
+    Args:
+        option: its name.
+        text: what it says.
+        read: the files that the command reads.
+
     Raises:
-        InputError: it cannot be written there.
+        InputError: it cannot be written there, or is one of those.
     """
+    check_apart(option, text, read)
     path = Path(os.path.realpath(text))
     if not path.parent.is_dir():
         raise InputError(f"{option} {text!r}: the folder {str(path.parent)!r} does not exist; make it first")
@@ -340,8 +347,8 @@ def output_path(option: str, text: str) -> Path:
     return path
 
 
-def picture_path(text: str | None) -> Path | None:
-    """The file that --plot names, where it is given.
+def picture_path(text: str | None, read: Iterable[str] | None) -> Path | None:
+    """The file that --plot names, where it is given; ``read`` are the files that the command reads.
 
     Raises:
         InputError: no picture can be drawn there.
@@ -351,7 +358,7 @@ def picture_path(text: str | None) -> Path | None:
     from dispatcher.timing.charts import require_matplotlib
 
     require_matplotlib(text)
-    output_path("--plot", text)
+    output_path("--plot", text, read or ())
     return Path(text).absolute()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import DispatcherError, InputError, KernelError, install
+from dispatcher.files import check_apart
 from dispatcher.problem.messages import brief, picked
 from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import operator_dict, storage_dtype
@@ -138,8 +139,8 @@ def map_files(
         DispatcherError: a chunk failed twice; the message names its items.
     """
     array, name = open_array(source), problem.source
-    if source == output:
-        raise InputError(f"input and output are both {str(source)!r}; give the output a place of its own")
+    mapped = [tensor.filename for tensor in arguments.values() if isinstance(tensor, np.memmap)]
+    check_apart("--output", output, [path for path in (source, problem.path, *mapped) if path is not None])
     if not output.parent.is_dir():
         raise InputError(f"the folder {str(output.parent)!r} does not exist; make it first")
     whole = stand_in(tuple(array.shape), array.dtype)
