@@ -430,12 +430,12 @@ def explain_command(
         given |= {"case": chosen, "dtype": dtype, "precision": precision}
         options = commandline.tuning_options(algorithm, option)
         explanation = explain(loaded, device=device, options=options, **given)
+    streams.draw([explanation], picture)
     if as_json:
         note_skipped(explanation.skipped)
         answer("explain", {**explanation.as_dict(), "case": chosen})
     else:
         words.say_explanation(explanation)
-    streams.draw([explanation], picture)
 
 
 @app.command("verify")
@@ -513,13 +513,13 @@ def verify_command(
         note_skipped(result.skipped)
     results = verifying.worst_first(results)
     code = verifying.exit_code(results, everywhere=device == "all")
+    streams.draw(results, picture)
     if as_json:
         report = {"passed": code == 0, "only_reference": verifying.only_reference(results)}
         answer("verify", {**report, "results": [result.as_dict() for result in results]})
     else:
         words.say_verification(results)
     words.complain_of_verification(results, everywhere=device == "all")
-    streams.draw(results, picture)
     raise typer.Exit(code)
 
 
@@ -565,12 +565,12 @@ def tune_command(
             tune_operator(operator, device, keep=keep, progress=part(advance, number, len(bound)))
             for number, (operator, _) in enumerate(bound)
         ]
+    streams.draw(results, picture)
     if as_json:
         answer("tune", {"results": [result.as_dict() for result in results]})
     else:
         words.note_left_out(results)
         words.say_tuned(results)
-    streams.draw(results, picture)
     lost = [result for result in results if keep and result.busy]
     for result in lost:
         complain(f"{result.problem} on {result.device}: nothing is kept, since {result.busy}; repeat this later")
@@ -655,11 +655,11 @@ def bench_command(
             races.append(race)
             for result in race.results:
                 note_skipped(result.skipped)
+    streams.draw([race for race in races if race.results], picture)
     if as_json:
         answer("bench", documents.bench_document(bound, races))
     else:
         words.say_races(races)
-    streams.draw([race for race in races if race.results], picture)
     errors = [error for name, race in zip(names, races, strict=True) for error in words.complain_of_race(name, race)]
     # Among all devices, one that cannot run a problem is no failure.
     codes = [error.exit_code for error in errors if device != "all" or not isinstance(error, DeviceError)]

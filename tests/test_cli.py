@@ -25,7 +25,7 @@ import dispatcher
 from dispatcher import cli
 from dispatcher.backends.numpy_ref.backend import NumpyExecutable
 from dispatcher.device import diagnosis
-from dispatcher.errors import BuildError, VerificationError
+from dispatcher.errors import BuildError, InputError, VerificationError
 from dispatcher.interface import Device
 from dispatcher.report import layout, streams
 
@@ -534,6 +534,20 @@ def test_whatever_happens_is_a_document(
     ended = run("problems", "--json")
     assert (ended.code, ended.json["error"]["kind"], ended.json["error"]["exit_code"]) == (code, kind, code)
     assert ended.err == f"error: {ended.json['error']['message']}\n"
+
+
+@pytest.mark.parametrize("command", ["explain", "verify", "tune", "bench"])
+def test_a_picture_that_fails_is_a_document_too(run: Any, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(streams, "picture_path", lambda plot, read: Path(plot))  # whatever is installed
+    monkeypatch.setattr("dispatcher.timing.tuning.tune_operator", lambda *_, **__: None)
+
+    def full(found: Any, path: Path | None) -> None:
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr(streams, "draw", full)
+    more = {"verify": ["--inputs", "signed"], "bench": ["--repeat", "1", "--force"]}.get(command, [])
+    ended = run(command, CONV, "--device", "numpy", "--plot", "x.svg", "--json", *more)
+    assert (ended.code, ended.json["error"]["message"]) == (2, "the disk is full")
 
 
 def test_a_result_that_is_wrong_is_one_document(run: Any, install_backends: Install) -> None:

@@ -153,12 +153,33 @@ def test_what_was_broken_off_is_resumed(source: Path, tmp_path: Path, expected: 
     with pytest.raises(KeyboardInterrupt):
         mapped(source, target, progress=stop)
     assert not target.exists()
-    with pytest.raises(InputError, match="made with another tensors; give the same arguments"):
+    with pytest.raises(InputError, match="made with other tensors; give the same arguments"):
         mapped(source, target, resume=True, given={"bias": drawn(4, 1, 1) + 1})
     outcome = mapped(source, target, resume=True)
     assert outcome.kept >= 4
     assert outcome.items + outcome.kept == ITEMS
     np.testing.assert_array_equal(content(target), expected)
+    with pytest.raises(InputError, match="is there, whole: nothing is left to resume"):
+        mapped(source, target, resume=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "y.npy"]
+    with pytest.raises(KeyboardInterrupt):
+        mapped(source, target, progress=stop)
+    with pytest.warns(UserWarning, match="what an earlier call had done .* thrown away; --resume keeps it"):
+        assert mapped(source, target).kept == 0
+
+
+def test_one_call_at_a_time_is_at_work_on_an_output(source: Path, tmp_path: Path, expected: np.ndarray) -> None:
+    refused = []
+
+    def another(done: float) -> None:
+        for resume in (False, True):
+            with pytest.raises(InputError, match=r"another call is at work on .*y.npy'; wait for its end"):
+                mapped(source, tmp_path / "y.npy", resume=resume)
+            refused.append(resume)
+
+    mapped(source, tmp_path / "y.npy", progress=another)
+    assert refused
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
 
 
 def test_what_was_broken_off_at_its_end_is_done_again(

@@ -52,6 +52,7 @@ def judge(
     with progress(f"judging {kernel}") as advance:
         judgements = verify_kernel(loaded, kernel, case=chosen, progress=advance, **given, **more)
     codes = [judgement.exit_code for judgement in judgements if judgement.exit_code]
+    streams.draw(judgements, picture)
     if as_json:
         for judgement in judgements:
             note_skipped(judgement.skipped)
@@ -61,7 +62,6 @@ def judge(
             words.say_judgement(judgement, apart=number > 0)
         if not judgement.passed:
             complain(f"{kernel} on {judgement.device.id}: {judgement.outcome}: {judgement.reason}")
-    streams.draw(judgements, picture)
     raise typer.Exit(min(codes, default=0))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,12 @@ CHUNK_BYTES = 32 << 20
 LONGER = 4
 #: Chunks under way in one process: one is read or written while the other is computed.
 TOGETHER = 2
-PLAN, DONE = "plan.json", "done"
+PLAN, DONE, LOCK = "plan.json", "done", "lock"
+#: What a result depends on, by its name in the plan, as messages call it where it is another one.
+CHANGED = {
+    "input": "another input", "problem": "another problem", "tensors": "other tensors", "chunk": "another chunk length",
+    "output": "another kind of output",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,17 +164,18 @@ def map_files(
         length = length // piece * piece or min(piece, LONGER * length)
     length = max(1, min(length, items))
     job = Job(source, name, output.with_name(f".{output.name}.partial"), f"result{output.suffix}", length, items)
-    _begin(job, plan, output, resume)
-    done = {int(each.name) for each in (job.folder / DONE).iterdir()}
-    waiting = [first for first in range(0, items, length) if first not in done]
-    kept = items - sum(min(length, items - first) for first in waiting)
-    start, counted = time.perf_counter(), 0
-    if waiting:
-        with _engine(workers, scheduler) as run:
-            for count in run(job, plan.work(device), waiting):
-                counted += count
-                progress((kept + counted) / items)
-    _finish(job, output)
+    with _alone(job.folder, output):
+        _begin(job, plan, output, resume)
+        done = {int(each.name) for each in (job.folder / DONE).iterdir()}
+        waiting = [first for first in range(0, items, length) if first not in done]
+        kept = items - sum(min(length, items - first) for first in waiting)
+        start, counted = time.perf_counter(), 0
+        if waiting:
+            with _engine(workers, scheduler) as run:
+                for count in run(job, plan.work(device), waiting):
+                    counted += count
+                    progress((kept + counted) / items)
+        _finish(job, output)
     return Mapped(plan, length, counted, kept, time.perf_counter() - start)
 
 
@@ -179,11 +187,47 @@ def _item_bytes(plan: BatchPlan, name: str) -> int:
 
 
 # ---- what is there already ---------------------------------------------------------------------------------
-def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
-    """Make the folder, or find it as an earlier call left it.
+@contextmanager
+def _alone(folder: Path, output: Path) -> Iterator[None]:
+    """Keep other calls out of the folder where the result grows, which is made. The end of the process lets them in.
 
     Raises:
-        InputError: it cannot be made, or is another call's.
+        InputError: another call is at work there, or the folder cannot be made.
+    """
+    while True:
+        try:
+            folder.mkdir(exist_ok=True)
+            lock = (folder / LOCK).open("a")
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and output.parent.is_dir():  # a call here has just finished
+                continue
+            raise _unwritable(output, error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"another call is at work on {str(output)!r}; wait for its end, or give another output"
+                ) from None
+            except OSError as error:
+                raise _unwritable(output, error) from error
+            if not ((folder / LOCK).exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))):
+                continue  # likewise
+            yield
+        with suppress(OSError):  # on NFS it could not go while the lock's file was open
+            folder.rmdir()
+        return
+
+
+def _unwritable(output: Path, error: OSError) -> InputError:
+    return InputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}")
+
+
+def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
+    """Prepare the folder, or find it as an earlier call left it.
+
+    Raises:
+        InputError: it cannot be prepared, is another call's, or has nothing that could be resumed.
     """
     wanted = _fingerprint(job, plan)
     try:
@@ -195,16 +239,26 @@ def _begin(job: Job, plan: BatchPlan, output: Path, resume: bool) -> None:
     changed = next((name for name in wanted if known is not None and known.get(name) != wanted[name]), None)
     if resume and changed is not None:
         raise InputError(
-            f"{str(job.folder)!r} was made with another {changed}; give the same arguments, or leave --resume out"
+            f"{str(job.folder)!r} was made with {CHANGED[changed]}; give the same arguments, or leave --resume out"
         )
+    if resume and known is None and output.exists():
+        shutil.rmtree(job.folder)
+        raise InputError(
+            f"{str(output)!r} is there, whole: nothing is left to resume; leave --resume out to replace it"
+        )
+    if known is not None and not resume and any((job.folder / DONE).glob("*")):
+        what = f"what an earlier call had done for {str(output)!r} is thrown away"
+        warnings.warn(f"{what}; --resume keeps it, where the arguments are the same", stacklevel=3)
     try:
-        shutil.rmtree(job.folder, ignore_errors=True)
-        (job.folder / DONE).mkdir(parents=True)
+        for each in job.folder.iterdir():
+            if each.name != LOCK:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        (job.folder / DONE).mkdir()
         make_array(job.folder / job.result, plan.operator.output_shape, plan.operator.dtype, job.chunk)
         (job.folder / PLAN).write_text(json.dumps(wanted), encoding="utf-8")
     except OSError as error:
         shutil.rmtree(job.folder, ignore_errors=True)
-        raise InputError(f"--output {str(output)!r} cannot be written: {error.strerror or error}") from error
+        raise _unwritable(output, error) from error
 
 
 def _fingerprint(job: Job, plan: BatchPlan) -> dict[str, Any]:
@@ -228,7 +282,7 @@ def _finish(job: Job, output: Path) -> None:
     if output.is_dir() and not output.is_symlink():  # a folder cannot be replaced in one step
         os.replace(output, job.folder / "replaced")
     os.replace(job.folder / job.result, output)
-    shutil.rmtree(job.folder)
+    shutil.rmtree(job.folder, ignore_errors=True)  # the lock's file is open
 
 
 # ---- who computes ------------------------------------------------------------------------------------------
