@@ -205,7 +205,7 @@ def import_command(
 
     limit = commandline.seconds_above_zero("--timeout", timeout, LONGEST_S)
     target = None if output is None else streams.output_path("--output", output, [file])
-    tensors = None if weights is None else streams.output_path("--weights", weights, [file])
+    tensors = None if weights is None else streams.output_path("--weights", weights, [file], ".npz")
     if target is not None and target == tensors:
         raise InputError(f"--output and --weights are both {output}; give each a file of its own")
     path = Path(file)
@@ -271,7 +271,7 @@ def run_command(
     repeats = int(verify) if repeat is None else commandline.whole_number("--repeat", repeat, 0)
     commandline.check_choices(dtype, precision)
     read = [problem, *(text.partition("=")[2] for text in tensor or ())]
-    target = None if output is None else streams.output_path("--output", output, read)
+    target = None if output is None else streams.output_path("--output", output, read, ".npy")
     trace_file = None if trace is None else streams.output_path("--trace", trace, read)
     if target is not None and target == trace_file:
         raise InputError(f"--output and --trace are both {output}; give each a file of its own")

@@ -249,6 +249,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], source: Path, tmp_path:
     assert "11 in chunks of 11" in capsys.readouterr().out
     assert cli.main([*command, "--output", str(tmp_path / "y.txt")]) == 2
     assert "ends in .npy or .zarr" in capsys.readouterr().err
+    for suffix in (".npy", ".zarr") if importlib.util.find_spec("zarr") else (".npy",):
+        assert cli.main([*command, *target, "--input", f"nope{suffix}"]) == 2
+        error = capsys.readouterr().err
+        assert f"nope{suffix}' cannot be read: No such file or directory; expected" in error
+        assert error.count("nope") == 1
 
 
 def test_a_command_that_is_interrupted_and_killed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _read_text(file: Path) -> str:
     except TooLargeError:
         raise InputError(f"{name} has more than {LARGEST_FILE} bytes; expected the source of a kernel") from None
     except OSError as error:
-        raise InputError(f"{name} cannot be read: {error.strerror}") from error
+        raise InputError(f"{name} cannot be read: {error.strerror}; expected the source of a kernel") from error
     except ValueError as error:  # a NUL in the path, or letters that the file system's encoding lacks
         raise InputError(f"{name} cannot be read: no file can have this name: {error}") from error
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dispatcher.errors import InputError, one_of
+from dispatcher.errors import InputError, first_line, one_of
 from dispatcher.ops.vocabulary import VOCABULARY, near_operation
 from dispatcher.problem.arguments import bind_numbers, parse_assignments
 from dispatcher.problem.loader import load_problem, problem_names
@@ -164,15 +164,21 @@ def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.n
             raise InputError(f"--tensor {name}: {problem.name} has no such tensor; {one_of(name, names)}")
         if name in result:
             raise InputError(f"--tensor {name} is given twice; give it once")
-        result[name] = _read_array(f"--tensor {name}: {path!r}", path)
+        result[name] = read_array(f"--tensor {name}: {path!r}", path)
     return result
 
 
-def _read_array(what: str, path: str) -> np.ndarray:
+def read_array(what: str, path: str | Path) -> np.ndarray:
+    """The array of a .npy file, mapped into memory; ``what`` is the file in messages.
+
+    Raises:
+        InputError: there is none, or it is no such file.
+    """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise InputError(f"{what} cannot be read: {' '.join(str(error).split())}") from error
+        reason = error.strerror or first_line(error)
+        raise InputError(f"{what} cannot be read: {reason}; expected a .npy file, as numpy.save makes it") from error
     except (ValueError, EOFError) as error:  # NumPy's words advise to load it unsafely
         objects = Path(path).read_bytes()[:6] == np.lib.format.MAGIC_PREFIX and "objects" in str(error)
         found = "holds Python objects" if objects else "is not a .npy file, or a damaged one"

@@ -325,16 +325,17 @@ def _failure(error: BaseException, command: str | None) -> tuple[str, str, int]:
 
 
 # ---- files -------------------------------------------------------------------------------------------------
-def output_path(option: str, text: str, read: Iterable[str] = ()) -> Path:
+def output_path(option: str, text: str, read: Iterable[str] = (), suffix: str = "") -> Path:
     """The file that an option names, which will be written to.
 
     Args:
         option: its name.
         text: what it says.
         read: the files that the command reads.
+        suffix: how its name has to end.
 
     Raises:
-        InputError: it cannot be written there, or is one of those.
+        InputError: it cannot be written there, is one of those, or ends otherwise.
     """
     check_apart(option, text, read)
     path = Path(os.path.realpath(text))
@@ -344,6 +345,8 @@ def output_path(option: str, text: str, read: Iterable[str] = ()) -> Path:
         raise InputError(f"{option} {text!r} is not a regular file; name a new one or one to replace")
     if not text or not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {text!r}: the folder {str(path.parent)!r} cannot be written to")
+    if not text.endswith(suffix):
+        raise InputError(f"{option} is {text!r}; expected a path that ends in {suffix}")
     return path
 
 

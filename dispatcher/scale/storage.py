@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dispatcher.errors import InputError, install
+from dispatcher.problem.commandline import read_array
 from dispatcher.problem.messages import brief
 
 SUFFIXES = (".npy", ".zarr")
@@ -32,12 +33,13 @@ def open_array(path: Path) -> Any:
     Raises:
         InputError: it cannot be read.
     """
+    if path.suffix == ".npy":
+        return read_array(repr(str(path)), path)
     try:
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False)
         return _zarr().open_array(str(path), mode="r")
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+        reason = "No such file or directory" if not path.exists() else " ".join(str(error).split())
+        raise InputError(f"{str(path)!r} cannot be read: {reason}; expected the folder of a Zarr array") from error
 
 
 def read_items(path: Path, first: int, last: int) -> np.ndarray:

@@ -221,15 +221,15 @@ def _content(path: str | Path, name: str) -> bytes:
     Raises:
         InputError: it is another one, or cannot be read.
     """
+    advice = "save the result of `dispatcher bench --json` in one"
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except NotRegularError:
-        advice = "save the result of `dispatcher bench --json` in one"
         raise InputError(f"{name} is not a regular file; {advice}") from None
     except TooLargeError:
         raise InputError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB; {_AGAIN}") from None
     except (OSError, ValueError) as error:  # a ValueError: a name with a NUL in it
-        raise InputError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}; {advice}") from error
 
 
 def _check(value: Any, form: Any, where: str) -> None:
