@@ -322,12 +322,17 @@ def test_workers_of_which_one_is_killed(
     distributed = pytest.importorskip("distributed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     killed: list[int] = []
+    blocked: list[bool] = []
 
     def kill(done: float) -> None:
         if not killed:
-            killed.append(next(iter(distributed.default_client().run(os.getpid).values())))
+            client = distributed.default_client()
+            masks = client.run(signal.pthread_sigmask, signal.SIG_BLOCK, [])
+            blocked.extend(signal.SIGINT in mask for mask in masks.values())
+            killed.append(next(iter(client.run(os.getpid).values())))
             os.kill(killed[0], signal.SIGKILL)
 
     mapped(source, tmp_path / "y.npy", workers=2, progress=kill)
-    assert killed
+    assert killed and blocked == [True, True]  # Ctrl-C is this process's to handle
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)

@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -307,12 +309,19 @@ def _engine(workers: int | None, scheduler: str | None) -> Iterator[Run]:
         with client:
             yield lambda *given: _distributed(client, *given)
         return
-    with (
-        LocalCluster(
-            n_workers=workers, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with ExitStack() as stack:
+        # Ctrl-C goes to workers too, which would show where it met them: this process ends them. Its thread that starts
+        # them, the first time and again, has SIGINT blocked from here on, and so have they.
+        resource_tracker.ensure_running()  # by which multiprocessing would let SIGINT through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            cluster = LocalCluster(
+                n_workers=workers, threads_per_worker=1, dashboard_address=None, memory_limit=0, silence_logs=50
+            )
+            stack.enter_context(cluster)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        client = stack.enter_context(Client(cluster))
         for number, address in enumerate(sorted(client.scheduler_info(n_workers=-1)["workers"])):
             client.run(take_share, number, workers, workers=[address])
         yield lambda *given: _distributed(client, *given)
