@@ -62,10 +62,11 @@ def run_until(
 
 def check(command: Sequence[str], target: Path, chunks: int, limit: int) -> int:
     """Break a ``dispatcher map`` off twice, and let it end then; returns the bytes that were resident at the peak."""
-    whole = [sys.executable, "-m", "dispatcher", "map", *command, "--output", str(target), "--json"]
+    # What looks at it goes first, so that it is not through before a signal is sent.
+    whole = ["nice", sys.executable, "-m", "dispatcher", "map", *command, "--output", str(target), "--json"]
     done = target.with_name(f".{target.name}.partial") / "done"
     peaks = []
-    plan = ((chunks // 3, signal.SIGINT, 130), (2 * chunks // 3, signal.SIGKILL, -9), (None, None, 0))
+    plan = ((1, signal.SIGINT, 130), (chunks // 3, signal.SIGKILL, -9), (None, None, 0))
     for count, sent, wanted in plan:
         status, answer, peak = run_until([*whole, *(["--resume"] if peaks else [])], done, count, sent)
         assert status == wanted, f"it ended with {status} instead of {wanted}"
