@@ -454,6 +454,9 @@ def choose(
         try:
             reason = backend.supports(operator, device)
             if reason is None:
+                if operator.batch == 0 and not operator.empty:
+                    # No kernel has work then; what the reductions give, such as 0 or NaN, the reference says.
+                    backend, options = registry.backend("numpy"), {}
                 executable = None if operator.empty else compile_within_memory(backend, operator, device, options)
                 _log.info("%s runs on %s (%s)", operator.problem.name, device.id, device.name)
                 return Choice(device, backend, executable, tuple(skipped))

@@ -208,7 +208,7 @@ def bind_numbers(
                 "give sizes and scalars, and tensors of your own to dispatcher.run (run --tensor on the command line)"
             )
     operator = bind_arguments(problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision)
-    if operator.empty:
+    if operator.batch == 0:
         raise InputError(
             f"{problem.name}: the batch is empty, so there is nothing to {task}; expected one item or more"
         )
