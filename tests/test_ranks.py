@@ -23,6 +23,7 @@ from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_arguments, shorthands, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import spelled
 from tests.family import operator_for
 from tests.strategies import Place, every_device
 
@@ -222,6 +223,28 @@ def test_signatures_in_three_languages() -> None:
     assert "const float* kernel_," in signature(load_problem(DROPPED), "cl")
     with pytest.raises(InputError, match="'rust'; expected one of c, cu, cl"):
         signature(problem, "rust")
+
+
+def test_names_that_languages_have_taken_get_an_underscore() -> None:
+    for name in (
+        "unsigned",
+        "bool",
+        "class",
+        "sizeof",
+        "blockIdx",
+        "float4",
+        "M_PI",
+        "NAN",
+        "__half",
+        "solution",
+        "int_",
+    ):
+        assert {spelled(name, language) for language in ("c", "cu", "cl")} == {f"{name}_"}
+    for name in ("uniform", "get_global_id", "ushort"):
+        assert (spelled(name, "cu"), spelled(name, "cl")) == (name, f"{name}_")
+    assert [spelled(name) for name in ("input", "a", "_", "points", "float_shape")] == [
+        "input", "a", "_", "points", "float_shape",
+    ]  # fmt: skip
 
 
 def test_launch_sizes_know_the_axes_of_the_result() -> None:
