@@ -55,7 +55,7 @@ MAX_SEED = 2**64 - 1
 
 app = typer.Typer(
     name="dispatcher",
-    help="Run fused 3-D operators, described once in YAML, on CUDA, OpenCL or NumPy.",
+    help="Run fused operators of one to three dimensions, described in YAML, on CUDA, OpenCL or NumPy.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
