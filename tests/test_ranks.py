@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from dispatcher.check.inputs import random_tensors
 from dispatcher.check.kernelfile import signature, size_names
 from dispatcher.device.splitting import batch_parameter
 from dispatcher.errors import GeometryError, InputError
+from dispatcher.export.cuda import head
 from dispatcher.export.request import make_request
 from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_arguments, shorthands, sort_arguments
@@ -226,25 +229,19 @@ def test_signatures_in_three_languages() -> None:
 
 
 def test_names_that_languages_have_taken_get_an_underscore() -> None:
-    for name in (
-        "unsigned",
-        "bool",
-        "class",
-        "sizeof",
-        "blockIdx",
-        "float4",
-        "M_PI",
-        "NAN",
-        "__half",
-        "solution",
-        "int_",
-    ):
+    for name in "unsigned class sizeof blockIdx float4 M_PI NAN __half solution int_".split():  # noqa: SIM905
         assert {spelled(name, language) for language in ("c", "cu", "cl")} == {f"{name}_"}
     for name in ("uniform", "get_global_id", "ushort"):
         assert (spelled(name, "cu"), spelled(name, "cl")) == (name, f"{name}_")
     assert [spelled(name) for name in ("input", "a", "_", "points", "float_shape")] == [
         "input", "a", "_", "points", "float_shape",
     ]  # fmt: skip
+
+
+def test_a_title_that_ends_in_a_backslash_does_not_swallow_the_next_line() -> None:
+    problem = replace(load_problem(DROPPED), title="A \\", note="B \\")
+    top = head(make_request(problem, ["sample"], None, "fp32", "", general=False), "make \\")
+    assert not re.search(r"\\\s*$", top, re.MULTILINE)
 
 
 def test_launch_sizes_know_the_axes_of_the_result() -> None:

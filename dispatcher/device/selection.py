@@ -293,7 +293,8 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
     elif name == "auto":
         wrong = "auto takes no index or name"
     elif name == ALL_OF:
-        wrong = f"{ALL_OF}: wants the name of a backend"
+        got = f", and {brief(selector)} is none" if selector else ""
+        wrong = f"{ALL_OF}: wants the name of a backend{got}"
     else:
         wrong = f"there is no backend {brief(name)}" if name else "a name is missing"
     backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
