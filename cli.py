@@ -67,7 +67,7 @@ MAX_SEED = 2**64 - 1
 
 app = typer.Typer(
     name="dispatcher",
-    help="Run fused 3-D operators, described once in YAML, on CUDA, OpenCL or NumPy.",
+    help="Run fused operators of one to three dimensions, described in YAML, on CUDA, OpenCL or NumPy.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -154,12 +154,13 @@ def problems_command(
     debug: DebugOption = False,
 ) -> None:
     """List the problems that come with the package, or those that fit."""
-    from dispatcher.problem.commandline import find_problems, whole_number
+    from dispatcher.problem.commandline import find_problems, kernelbench_levels, whole_number
 
     axes = None if rank is None else whole_number("--rank", rank, 1, 3)
     found = find_problems(word, axes, op, None if level is None else whole_number("--level", level, 1))
     if not found:
-        note("no problem fits; leave out some of what to look for")
+        levels = "" if level is None else f"; the levels are {' and '.join(map(str, kernelbench_levels()))}"
+        note(f"no problem fits; leave out some of what to look for{levels}")
     if as_json:
         answer("problems", documents.problems_document(found))
     else:
@@ -214,6 +215,7 @@ def import_command(
     from dispatcher.call import modelfile
     from dispatcher.device.childprocess import LONGEST_S
     from dispatcher.problem import commandline
+    from dispatcher.problem.messages import counted
 
     limit = commandline.seconds_above_zero("--timeout", timeout, LONGEST_S)
     target = None if output is None else streams.output_path("--output", output, [file])
@@ -239,7 +241,7 @@ def import_command(
     else:
         say(f"written   {target}")
         if tensors is not None:
-            say(f"weights   {tensors}, {len(found.tensors)} tensors")
+            say(f"weights   {tensors}, {counted(len(found.tensors), 'tensor')}")
 
 
 @app.command("run")
@@ -561,7 +563,7 @@ def tune_command(
     from dispatcher.check.comparison import part
     from dispatcher.device import machine
     from dispatcher.problem import commandline
-    from dispatcher.timing.tuning import tune_operator
+    from dispatcher.timing.tuning import device_to_tune, tune_operator
 
     if listed or forget:
         others = variants.given_options(context, beside={"problem", "listed", "forget", "as_json", "verbose", "debug"})
@@ -569,9 +571,11 @@ def tune_command(
         return
     picture = streams.picture_path(plot, problem)
     busy = machine.busy_reason(machine.foreign_load())
+    bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
+    for operator, _ in bound:
+        device_to_tune(operator, device)
     if busy is not None:
         note(f"{busy}; repeat this when it is quiet, since the times may be noise and are not kept")
-    bound = commandline.bind_problems("tune", problem, settings, case, dtype, precision)
     with progress("tuning") as advance:
         results = [
             tune_operator(operator, device, keep=keep, progress=part(advance, number, len(bound)))

@@ -1,4 +1,4 @@
-"""Run fused 3-D operators, described once in a YAML file, on CUDA, OpenCL or NumPy.
+"""Run fused operators of one to three dimensions, described once in a YAML file, on CUDA, OpenCL or NumPy.
 
 ``run`` calls a problem once, ``compile`` prepares it for many calls, ``devices`` and ``problems`` list what
 there is, ``explain`` says what a call does, ``verify`` compares devices with the reference, ``verify_kernel`` a kernel

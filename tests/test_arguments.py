@@ -113,6 +113,7 @@ def test_groups_are_not_guessed_from_a_wrong_kernel() -> None:
         ({"kernel_size": 4}, "tensor kernel .* extent 3 on axis 2, but kernel_d is 4"),
         ({"strid": 2}, "no parameter 'strid'; did you mean 'stride'"),
         ({"shape": 2}, "no parameter 'shape'; expected one of"),
+        ({"algorithm": "direct"}, r"no parameter 'algorithm'; .* into options=\{'algorithm': 'direct'\}"),
         ({"kernel": conv_tensors()["kernel"][:3]}, "tensor kernel .* extent 3 on axis 0, but in_channels is 4"),
         ({"kernel": conv_tensors()["kernel"][0]}, r"tensor kernel has shape \(6, 3, 2, 2\), 4 axes; expected 5"),
         ({"input": np.float32(3)}, r"tensor input has shape \(\), 0 axes; expected 5"),

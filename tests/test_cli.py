@@ -24,7 +24,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, conv_tensors
 import dispatcher
 from dispatcher import cli
 from dispatcher.backends.numpy_ref.backend import NumpyExecutable
-from dispatcher.device import diagnosis
+from dispatcher.device import diagnosis, machine
 from dispatcher.errors import BuildError, InputError, VerificationError
 from dispatcher.interface import Device
 from dispatcher.report import layout, streams
@@ -566,6 +566,25 @@ def test_a_result_that_is_wrong_is_one_document(run: Any, install_backends: Inst
 def test_json_behind_a_double_dash_is_no_option(run: Any) -> None:
     ended = run("show", "--", "--json")
     assert (ended.code, ended.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "s"], 2, "did you mean 's.yaml'?"),
+        (["run", "s.yaml"], 2, "give them by name (--set n=... on the command line)"),
+        (["problems", "--level", "9"], 0, "the levels are 1 and 2"),
+        (["tune", CONV, "--device", "numpy"], 3, "error: numpy: there is nothing to tune"),
+    ],
+)
+def test_the_next_step_is_said_in_one_line(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "busy_reason", lambda load: "other programs keep the machine busy")
+    Path("s.yaml").write_text("{name: s, parameters: {x: [n, c, w], y: output}, pipeline: [relu]}")
+    ended = run(*arguments)
+    assert ended.code == code and words in ended.err and ended.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

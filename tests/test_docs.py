@@ -45,7 +45,9 @@ def provided(need: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DISPATCHER_DEVICE", "numpy")
     for name, value in (cudasim.activate().child_environment() if SIMULATED else {}).items():
         monkeypatch.setenv(name, value)
@@ -69,6 +71,7 @@ def test_every_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pyte
             for line in text.splitlines():
                 prompt, program, *words = shlex.split(line)
                 assert (prompt, program) == ("$", "dispatcher") and cli.main(words) == 0, line
+                assert "no problem fits" not in capsys.readouterr().err, line
     if left_out:
         pytest.skip(f"the rest ran; some blocks need {', '.join(left_out)}")
 

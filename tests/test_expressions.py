@@ -54,6 +54,13 @@ def test_ceil_rounds_a_division_up_and_nothing_else() -> None:
     assert Expression.parse("ceil + 1").evaluate({"ceil": 4}) == 5  # a size may have that name
 
 
+@pytest.mark.parametrize("text", ["5 / 2", "n + (5 / 2)", "n * (1 / 0)", "ceil(n / (3 // 2))"])
+def test_a_part_without_names_has_a_value(text: str) -> None:
+    with pytest.raises(InputError, match=r"[531] (is not divisible|cannot be divided) by [20]"):
+        Expression.parse(text)
+    assert Expression.parse("n + ceil(5 / 2) - floor(5 / 2)").evaluate({"n": 1}) == 2
+
+
 def test_an_integer_is_a_constant() -> None:
     expression = Expression.parse(3)
     assert (expression.evaluate({}), expression.names, str(expression)) == (3, frozenset(), "3")

@@ -149,7 +149,7 @@ def test_a_device_that_is_not_usable_is_left_out_and_told(pair: FakeBackend, spe
     ("how", "error", "words"),
     [
         ({"device": "all-of:"}, DeviceError, "all-of: wants the name of a backend"),
-        ({"device": "all-of:vulkan"}, DeviceError, "all-of: wants the name of a backend"),
+        ({"device": "all-of:vulkan"}, DeviceError, "all-of: wants the name of a backend, and 'vulkan' is none"),
         ({"device": "all-of"}, DeviceError, "all-of: wants the name of a backend"),
         ({"devices": []}, InputError, r"devices is \[\]; expected a list such as"),
         ({"devices": "cuda"}, InputError, "devices is 'cuda'; expected a list"),

@@ -15,6 +15,7 @@ from fakes import CONV, MAXMAX, SOFTMAX, FakeBackend, correct
 import dispatcher
 from dispatcher import cli
 from dispatcher.check.comparison import compare
+from dispatcher.device.diagnosis import Diagnosis
 from dispatcher.interface import PlannedLaunch
 from dispatcher.report.flow import handed_over, stages
 from dispatcher.timing.tuning import Candidate, TuneResult
@@ -200,6 +201,16 @@ def test_results_are_short_in_a_console_and_tables_in_a_notebook() -> None:
         cells = Cells(each._repr_html_())
         assert cells.tags <= {"table", "caption", "tr", "th", "td", "br"}, name
         assert repr(each)[1:-1] in cells.texts, name
+
+
+def test_one_of_a_kind_is_not_many() -> None:
+    parameters = {"x": ["n", "c", "w"], "y": "output"}
+    problem = dispatcher.load_problem({"name": "p", "parameters": parameters, "pipeline": ["relu"]})
+    assert repr(problem) == "<Problem p: 5 parameters, 1 step>"
+    assert repr(dispatcher.explain(problem, device="numpy", n=1, c=1, w=1)) == "<Explanation p on numpy: 1 launch>"
+    devices = tuple(dispatcher.Device("bad", index, "", "gpu") for index in range(2))
+    assert repr(Diagnosis((), devices, devices)) == "<Diagnosis bad:0, bad:1 work, of 2 devices>"
+    assert repr(Diagnosis((), devices[:1], devices[:1])) == "<Diagnosis bad:0 works, of 1 device>"
 
 
 def test_what_files_and_drivers_say_is_text_in_a_notebook() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from dispatcher.check.inputs import random_tensors
 from dispatcher.check.kernelfile import signature, size_names
 from dispatcher.device.splitting import batch_parameter
 from dispatcher.errors import GeometryError, InputError
+from dispatcher.export.cuda import head
+from dispatcher.export.request import make_request
+from dispatcher.interface import Device
 from dispatcher.problem.arguments import bind_arguments, shorthands, sort_arguments
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
+from dispatcher.problem.userkernel import spelled
 from tests.family import operator_for
 from tests.strategies import Place, every_device
 
@@ -99,6 +105,24 @@ def test_an_empty_batch_of_dropped_axes() -> None:
     operator = operator_for(DROPPED, "odd")
     tensors = random_tensors(operator, 0) | {"input": np.zeros((0, *operator.tensor_shapes["input"][1:]), np.float32)}
     assert dispatcher.run(DROPPED, device="numpy", **tensors).shape == (0, operator.output_shape[1])
+
+
+@pytest.mark.parametrize(("op", "value"), [("mean", np.nan), ("sum", 0.0), ("max", -np.inf), ("min", np.inf)])
+def test_an_empty_batch_that_is_reduced(backend_device: Device, op: str, value: float) -> None:
+    problem = load_problem(
+        {
+            "name": "test",
+            "rank": 2,
+            "parameters": {"x": ["n", "c", "h", "w"], "kernel": ["c", 1, "k", "k"], "output": "output"},
+            "pipeline": [{"op": "conv2d", "weight": "kernel", "groups": "c"}, {"op": op, "axis": ["batch", "spatial"]}],
+            "cases": {"none": {"n": 0, "c": 2, "h": 5, "w": 5, "k": 3}},
+        }
+    )
+    x, kernel = np.zeros((0, 2, 5, 5), np.float32), np.ones((2, 1, 3, 3), np.float32)
+    result = dispatcher.run(problem, device=backend_device.id, x=x, kernel=kernel)
+    np.testing.assert_array_equal(result.ravel(), [value, value])
+    with pytest.raises(InputError, match="the batch is empty, so there is nothing to export"):
+        make_request(problem, ["none"], None, "fp32", "", general=False)
 
 
 # ---- axes that are dropped, and what goes along them -------------------------------------------------------
@@ -202,6 +226,22 @@ def test_signatures_in_three_languages() -> None:
     assert "const float* kernel_," in signature(load_problem(DROPPED), "cl")
     with pytest.raises(InputError, match="'rust'; expected one of c, cu, cl"):
         signature(problem, "rust")
+
+
+def test_names_that_languages_have_taken_get_an_underscore() -> None:
+    for name in "unsigned class sizeof blockIdx float4 M_PI NAN __half solution int_".split():  # noqa: SIM905
+        assert {spelled(name, language) for language in ("c", "cu", "cl")} == {f"{name}_"}
+    for name in ("uniform", "get_global_id", "ushort"):
+        assert (spelled(name, "cu"), spelled(name, "cl")) == (name, f"{name}_")
+    assert [spelled(name) for name in ("input", "a", "_", "points", "float_shape")] == [
+        "input", "a", "_", "points", "float_shape",
+    ]  # fmt: skip
+
+
+def test_a_title_that_ends_in_a_backslash_does_not_swallow_the_next_line() -> None:
+    problem = replace(load_problem(DROPPED), title="A \\", note="B \\")
+    top = head(make_request(problem, ["sample"], None, "fp32", "", general=False), "make \\")
+    assert not re.search(r"\\\s*$", top, re.MULTILINE)
 
 
 def test_launch_sizes_know_the_axes_of_the_result() -> None:

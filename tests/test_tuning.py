@@ -390,7 +390,7 @@ def test_a_busy_machine_is_said(
 ) -> None:
     monkeypatch.setattr(machine, "foreign_load", lambda: 64.0)
     cli.main(["tune", PROBLEM, "--device", "numpy"])
-    assert capsys.readouterr().err.startswith("note: other programs keep")
+    assert capsys.readouterr().err.startswith("error: numpy: there is nothing to tune")
 
     class Tunable(FakeBackend):
         kept = False
@@ -406,5 +406,6 @@ def test_a_busy_machine_is_said(
     for words, code, lines in (([], 3, 2), (["--no-keep"], 0, 1)):
         assert cli.main(["tune", PROBLEM, *words]) == code
         captured = capsys.readouterr()
+        assert captured.err.startswith("note: other programs keep")
         assert "  no\n" in captured.out and captured.err.count("\n") == lines and not fake.kept
         assert "nothing is kept, since other programs keep 64" in captured.err or not code

@@ -13,7 +13,7 @@ from dispatcher.device.selection import Choice, skipped_list
 from dispatcher.interface import Device, PlannedLaunch, device_dict
 from dispatcher.ops.geometry import AxisGeometry
 from dispatcher.ops.steps import Convolution
-from dispatcher.problem.messages import picked
+from dispatcher.problem.messages import counted, picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.shown import Drawn
 
@@ -113,7 +113,7 @@ class Explanation(Drawn):
         }
 
     def _headline(self) -> str:
-        return f"{self.operator.problem.name} on {self.device.id}: {len(self.launches)} launches"
+        return f"{self.operator.problem.name} on {self.device.id}: {counted(len(self.launches), 'launch')}"
 
     def _facts(self) -> Mapping[str, object]:
         return {

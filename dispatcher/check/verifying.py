@@ -32,7 +32,7 @@ from dispatcher.errors import DeviceError, InputError, KernelError, Verification
 from dispatcher.interface import Device, bits_of, device_dict
 from dispatcher.problem.arguments import bind_numbers, check_options
 from dispatcher.problem.loader import ProblemLike, load_problem, problem_names
-from dispatcher.problem.messages import brief, picked
+from dispatcher.problem.messages import brief, counted, picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.shown import Drawn
 from dispatcher.problem.values import seed_value, whole_value
@@ -126,7 +126,7 @@ class Verification(Drawn):
         return self.outcome == "passed"
 
     def _headline(self) -> str:
-        return f"{self.problem} on {self.device.id}: {self.outcome}, {len(self.checks)} checks"
+        return f"{self.problem} on {self.device.id}: {self.outcome}, {counted(len(self.checks), 'check')}"
 
     def _facts(self) -> Mapping[str, object]:
         checks = [f"{each.inputs}, seed {each.seed}: {each.label}" for each in self.checks]

@@ -21,6 +21,7 @@ from dispatcher.device.filecache import REMEDY, cache_root, nothing_kept
 from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
 from dispatcher.interface import Device, Finding, device_dict
+from dispatcher.problem.messages import counted
 from dispatcher.problem.shown import Shown
 
 LITTLE_MEMORY = 2 << 30
@@ -50,7 +51,8 @@ class Diagnosis(Shown):
         }
 
     def _headline(self) -> str:
-        return f"of {len(self.devices)} devices, {', '.join(device.id for device in self.working) or 'none'} works"
+        names = ", ".join(device.id for device in self.working) or "none"
+        return f"{names} work{'' if len(self.working) > 1 else 's'}, of {counted(len(self.devices), 'device')}"
 
     def _facts(self) -> Mapping[str, object]:
         wrong = [each for each in self.findings if each.verdict != "ok"]

@@ -293,7 +293,8 @@ def _parse_term(text: str, origin: str, term: str) -> tuple[str, str]:
     elif name == "auto":
         wrong = "auto takes no index or name"
     elif name == ALL_OF:
-        wrong = f"{ALL_OF}: wants the name of a backend"
+        got = f", and {brief(selector)} is none" if selector else ""
+        wrong = f"{ALL_OF}: wants the name of a backend{got}"
     else:
         wrong = f"there is no backend {brief(name)}" if name else "a name is missing"
     backends, meant = ", ".join(registry.BACKENDS), suggest(name, ("auto", *registry.BACKENDS))
@@ -454,6 +455,9 @@ def choose(
         try:
             reason = backend.supports(operator, device)
             if reason is None:
+                if operator.batch == 0 and not operator.empty:
+                    # No kernel has work then; what the reductions give, such as 0 or NaN, the reference says.
+                    backend, options = registry.backend("numpy"), {}
                 executable = None if operator.empty else compile_within_memory(backend, operator, device, options)
                 _log.info("%s runs on %s (%s)", operator.problem.name, device.id, device.name)
                 return Choice(device, backend, executable, tuple(skipped))

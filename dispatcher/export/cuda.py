@@ -63,7 +63,8 @@ def head(request: ExportRequest, how: str, mark: str = "//", usual: str = "h100"
         *(f"  {line}" for line in sizes),
         f"Build: {how}",
     ]
-    return "".join(f"{mark} {line}\n" for line in lines) + "\n"
+    # A backslash at the end would make the next line part of the comment.
+    return "".join(f"{mark} {line}{' .' if line.endswith(chr(92)) else ''}\n" for line in lines) + "\n"
 
 
 def identifier(name: str) -> str:

@@ -106,7 +106,10 @@ def sort_arguments(problem: Problem, arguments: Mapping[str, Any]) -> Arguments:
             for long_name, part in zip(triples[name], axis_values(name, value, triples[name]), strict=True):
                 set_size(long_name, name, part)
         elif parameter is None:
-            raise _unknown_argument(problem, triples, name)
+            error = _unknown_argument(problem, triples, name)
+            if isinstance(value, str):  # no parameter takes one
+                raise InputError(f"{error}; an option of a backend goes into options={brief({name: value})}")
+            raise error
         elif parameter.type == "size_t":
             set_size(name, name, size_value(name, value))
         elif parameter.type == "double":
@@ -208,7 +211,7 @@ def bind_numbers(
                 "give sizes and scalars, and tensors of your own to dispatcher.run (run --tensor on the command line)"
             )
     operator = bind_arguments(problem, sort_arguments(problem, arguments), case=case, dtype=dtype, precision=precision)
-    if operator.empty:
+    if operator.batch == 0:
         raise InputError(
             f"{problem.name}: the batch is empty, so there is nothing to {task}; expected one item or more"
         )
@@ -367,7 +370,7 @@ def _incomplete(problem: Problem, missing: Sequence[str]) -> IncompleteError:
         for tensor in problem.tensors
         if any(name in extent.names for extent in tensor.shape or () for name in missing)
     )
-    ways = [f"give {'it' if len(missing) == 1 else 'them'} by name"]
+    ways = [f"give {'it' if len(missing) == 1 else 'them'} by name (--set {missing[0]}=... on the command line)"]
     if tensors:
         ways.append(f"pass tensors that show them ({tensors})")
     if problem.cases:

@@ -148,6 +148,12 @@ def find_problems(word: str, rank: int | None, op: str | None, level: int | None
     return [problem for problem in map(load_problem, problem_names()) if fits(problem)]
 
 
+def kernelbench_levels() -> list[int]:
+    """The levels of KernelBench that bundled problems are of."""
+    origins = "".join(load_problem(name).origin for name in problem_names())
+    return sorted(set(map(int, re.findall(r"KernelBench level (\d+) ", origins))))
+
+
 def read_tensors(problem: Problem, assignments: Sequence[str]) -> dict[str, np.ndarray]:
     """The arrays of ``NAME=FILE.npy`` texts, mapped into memory rather than read.
 

@@ -60,7 +60,8 @@ class Expression:
             source: an expression, or an integer for a constant.
 
         Raises:
-            InputError: the text does not follow the grammar, or is longer or deeper than the limits allow.
+            InputError: the text does not follow the grammar, is longer or deeper than the limits allow, or has a part
+                without names that has no value, such as ``5 / 2``.
         """
         if isinstance(source, int):
             value = _limited(source, "a constant")
@@ -69,7 +70,9 @@ class Expression:
             raise InputError(
                 f"the expression {source[:30]!r}... has {len(source)} characters; expected {MAX_LENGTH} at most"
             )
-        return cls(" ".join(source.split()), _Parser(source).parse())
+        root = _Parser(source).parse()
+        _check_constants(root)
+        return cls(" ".join(source.split()), root)
 
     @property
     def names(self) -> frozenset[str]:
@@ -209,6 +212,15 @@ def _leaves(node: _Node) -> Iterator[str]:
         yield from _leaves(node.right)
     elif isinstance(node, str):
         yield node
+
+
+def _check_constants(node: _Node) -> None:
+    """Evaluate each part that has no names, to see that it has a value."""
+    if next(_leaves(node), None) is None:
+        _evaluate(node, {})
+    elif isinstance(node, _Binary):
+        _check_constants(node.left)
+        _check_constants(node.right)
 
 
 def _render(node: _Node, nested: bool = False) -> str:

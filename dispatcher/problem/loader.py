@@ -63,7 +63,8 @@ def load_problem(problem: ProblemLike) -> Problem:
     looks_like_path = "/" in text or "\\" in text or text.lower().endswith((".yaml", ".yml"))
     if looks_like_path or isinstance(problem, os.PathLike) or os.path.isfile(text):
         return _read_problem(Path(text))
+    beside = [f"{text}{suffix}" for suffix in (".yaml", ".yml") if os.path.isfile(f"{text}{suffix}")]
     raise InputError(
-        f"there is no problem {show(text)}{suggest(text, names)}; expected one of the {len(names)} that "
-        "`dispatcher problems` lists, or the path of a problem file (.yaml)"
+        f"there is no problem {show(text)}; expected one of the {len(names)} that `dispatcher problems` lists, or the "
+        f"path of a problem file (.yaml){f'; did you mean {beside[0]!r}?' if beside else suggest(text, names)}"
     )

@@ -34,6 +34,11 @@ def name_list(names: Collection[str]) -> str:
     return ", ".join(listed[:30]) + (f" and {len(listed) - 30} more" if len(listed) > 30 else "") or "none"
 
 
+def counted(number: int, one: str) -> str:
+    """``1 launch``, ``2 launches``."""
+    return f"{number} {one}" if number == 1 else f"{number} {one}{'es' if one.endswith('ch') else 's'}"
+
+
 def dotted(keys: KeyPath) -> str:
     """``parameters[2].type``."""
     text = ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dispatcher.problem.expressions import Expression
+from dispatcher.problem.messages import counted
 from dispatcher.problem.shown import Shown
 
 Number = int | float
@@ -139,7 +140,7 @@ class Problem(Shown):
         return tuple(p for p in self.parameters if p.type == "double")
 
     def _headline(self) -> str:
-        return f"{self.name}: {len(self.parameters)} parameters, {len(self.pipeline)} steps"
+        return f"{self.name}: {counted(len(self.parameters), 'parameter')}, {counted(len(self.pipeline), 'step')}"
 
     def _facts(self) -> Mapping[str, object]:
         return {

@@ -253,6 +253,8 @@ class _ProblemReader:
             expression = Expression.parse(value)
         except InputError as error:
             raise self.fail(keys, str(error)) from None
+        if not expression.names:
+            self.integer(keys, expression.evaluate({}), least)
         for name in sorted(expression.names):
             if name not in sizes and self.implied is not None:
                 self.implied[name] = None

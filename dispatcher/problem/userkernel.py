@@ -101,32 +101,42 @@ def plain_path(folder: str, scratch: Path) -> str:
 
 
 def spelled(name: str, language: str = "cl") -> str:
-    """A parameter's name in C (``c``), CUDA (``cu``) or OpenCL C (``cl``): with an underscore where it is a keyword.
+    """A parameter's name in C (``c``), CUDA (``cu``) or OpenCL C (``cl``): with one more underscore where it is taken.
 
     Parameters are known by their place.
     """
-    return f"{name}_" if name in _KEYWORDS and (language == "cl" or name not in _OPENCL_KEYWORDS) else name
+    word = name.rstrip("_")
+    taken = word in _TAKEN or _TAKEN_FORM.match(word) or (language == "cl" and word in _TAKEN_IN_OPENCL)
+    return f"{name}_" if taken else name
 
 
-#: Words of OpenCL C that are none of C.
-_OPENCL_KEYWORDS = ("kernel", "global", "local", "constant", "private", "half")
-#: Words of C and OpenCL C that a parameter of a problem may well be called.
-_KEYWORDS = frozenset(
-    (
-        *_OPENCL_KEYWORDS,
-        *(
-            "register",
-            "static",
-            "inline",
-            "volatile",
-            "double",
-            "float",
-            "int",
-            "long",
-            "short",
-            "default",
-            "switch",
-            "case",
-        ),
+#: What starts with two underscores is the compilers', and types of vectors have numbers.
+_TAKEN_FORM = re.compile(r"__|M_[A-Z]|(u?(char|short|int|long|longlong)|half|float|double)\d+$")
+_TAKEN_IN_OPENCL = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        kernel global local constant half read_only write_only read_write uniform pipe generic uchar ushort uint
+        ulong event_t sampler_t barrier get_work_dim get_global_id get_global_size get_global_offset get_local_id
+        get_local_size get_group_id get_num_groups
+        """,
+    )
+)
+#: Keywords of C and C++, then what CUDA and the headers define, and names of our own.
+_TAKEN = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class
+        compl concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype
+        default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline
+        int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public
+        register reinterpret_cast requires restrict return short signed sizeof static static_assert static_cast
+        struct switch template this thread_local throw true try typedef typeid typename typeof union unsigned using
+        virtual void volatile wchar_t while xor xor_eq _Bool _Complex _Imaginary _Generic _Atomic _Alignas _Alignof
+        _Noreturn _Static_assert _Thread_local threadIdx blockIdx blockDim gridDim warpSize dim3 cudaStream_t size_t
+        ptrdiff_t NULL NAN INFINITY HUGE_VAL EOF assert errno linux unix std main solution kernel_dispatcher
+        work_memory cuda_stream all_tensors each_tensor
+        """,
     )
 )

@@ -14,6 +14,7 @@ from dispatcher.call.explanation import Explanation
 from dispatcher.interface import PlannedLaunch
 from dispatcher.ops.steps import ScalarOperand, Step, TensorOperand, ValueOperand
 from dispatcher.plan.groups import Flow
+from dispatcher.problem.messages import counted
 from dispatcher.problem.operator import Operator, storage_dtype
 from dispatcher.report.layout import count
 from dispatcher.timing.charts import OTHER_POINT, OTHER_ROOF, OUR_COLOURS, figure_for
@@ -94,7 +95,7 @@ def _lines(explanation: Explanation) -> Iterator[_Line]:
     yield _Line(f"{operator.problem.name} on {explanation.device.id}", "title", False)
     yield _Line(explanation.device.name, "remark", False)
     work = f"{operator.dtype}, {operator.precision}, {count(operator.flops)}FLOP" if operator.flops else operator.dtype
-    launches = f"{len(explanation.launches)} launch{'es' if len(explanation.launches) != 1 else ''}"
+    launches = counted(len(explanation.launches), "launch")
     yield _Line(f"{work}, {launches}{passes}", "remark", False)
     yield _Line("", framed=False)
     shape = operator.tensor_shapes[operator.source]

@@ -11,7 +11,7 @@ from dispatcher.check.verifying import comparison_dict
 from dispatcher.device.selection import skipped_list
 from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device, Roofline, device_dict
-from dispatcher.problem.messages import picked
+from dispatcher.problem.messages import counted, picked
 from dispatcher.problem.operator import Operator, operator_dict
 from dispatcher.problem.shown import Drawn, Shown
 from dispatcher.timing.sampling import Ratio, Times, rate, ratio
@@ -77,7 +77,7 @@ class Measured(Shown):
         checked = "not checked" if self.comparison is None else "checked"
         return (
             f"{self.operator.problem.name} on {self.name}: median {self.median_s:.3g} s of "
-            f"{len(self.times_s)} warm calls, {checked}"
+            f"{counted(len(self.times_s), 'warm call')}, {checked}"
         )
 
     def _facts(self) -> Mapping[str, object]:

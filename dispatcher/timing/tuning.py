@@ -31,7 +31,7 @@ from dispatcher.errors import DeviceError, DispatcherError, InputError
 from dispatcher.interface import Backend, Device, Executable, Timings, Tunable
 from dispatcher.problem.arguments import bind_numbers
 from dispatcher.problem.loader import ProblemLike, load_problem
-from dispatcher.problem.messages import picked
+from dispatcher.problem.messages import counted, picked
 from dispatcher.problem.operator import Operator
 from dispatcher.problem.shown import Drawn
 from dispatcher.registry import backend
@@ -111,7 +111,7 @@ class TuneResult(Drawn):
         return {**found, "candidates": [picked(each, *vars(each)) for each in self.candidates]}
 
     def _headline(self) -> str:
-        found = f"{self.gain:.2f} times the default's speed, {len(self.candidates)} candidates"
+        found = f"{self.gain:.2f} times the default's speed, {counted(len(self.candidates), 'candidate')}"
         return f"{self.problem} on {self.device}: {found}"
 
     def _facts(self) -> Mapping[str, object]:
@@ -172,7 +172,7 @@ def tune(
     """
     options = list(tuned.candidates(operator, device)) if isinstance(tuned, Tunable) else []
     if not options:
-        raise DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
+        raise _nothing_to_tune(operator, device)
     tell, start = progress or (lambda share: None), time.perf_counter()
     running: list[_Entrant] = []
     failed: list[Candidate] = []
@@ -297,10 +297,13 @@ def tune_problem(
     return tune_operator(operator, device, seed, keep, progress)
 
 
-def tune_operator(
-    operator: Operator, device: str | None, seed: int = 0, keep: bool = True, progress: Progress | None = None
-) -> TuneResult:
-    """:func:`tune_problem` for an operator that is bound already."""
+def device_to_tune(operator: Operator, device: str | None) -> Device:
+    """The best device of a request.
+
+    Raises:
+        InputError: it stands for several devices.
+        DeviceError: it does not exist, cannot run the operator, or has nothing to tune.
+    """
     chosen, _ = first_usable(parse_request(device))
     if isinstance(chosen, JoinedDevice):
         advice = f"tune measures one at a time: name it, such as {chosen.members[0].id}"
@@ -308,6 +311,20 @@ def tune_operator(
     refusal = backend(chosen.backend).supports(operator, chosen)
     if refusal is not None:
         raise DeviceError(f"{chosen.id} cannot run {operator.problem.name}: {refusal}; name another device")
+    if not isinstance(backend(chosen.backend), Tunable):
+        raise _nothing_to_tune(operator, chosen)
+    return chosen
+
+
+def _nothing_to_tune(operator: Operator, device: Device) -> DeviceError:
+    return DeviceError(f"{device.id}: there is nothing to tune for {operator.problem.name} on this device")
+
+
+def tune_operator(
+    operator: Operator, device: str | None, seed: int = 0, keep: bool = True, progress: Progress | None = None
+) -> TuneResult:
+    """:func:`tune_problem` for an operator that is bound already."""
+    chosen = device_to_tune(operator, device)
     tell, start = progress or (lambda share: None), time.perf_counter()
     tensors = random_tensors(operator, seed)
     reference, bound = bounded_reference(operator, tensors, lambda share: tell(REFERENCE_SHARE * share))
