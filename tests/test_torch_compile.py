@@ -184,6 +184,27 @@ def test_what_stands_behind_several_results_is_a_group_of_its_own() -> None:
     assert operators == ("aten.conv_transpose2d.input", "aten.sigmoid.default")
 
 
+@pytest.mark.parametrize(
+    ("shape", "scale", "mode"),
+    [
+        ((9, 9), 2.05, "bilinear"),
+        ((9, 9), (3.05, 3.0), "nearest"),
+        ((8,), 4.1, "linear"),
+        ((3, 4, 5), 2.05, "trilinear"),
+    ],
+)
+def test_a_scale_counts_that_is_not_that_of_the_sizes(shape: tuple[int, ...], scale: Any, mode: str) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, *shape)
+    for computed in (None, True):
+        up = nn.Upsample(scale_factor=scale, mode=mode, recompute_scale_factor=computed)
+        module = nn.Sequential({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)](3, 4, 1), up)
+        compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+        with torch.no_grad():
+            close(compiled(x), module(x))
+        assert ("scales by other factors" in str(dispatcher_torch.report().graphs[-1])) == (computed is None)
+
+
 def test_only_the_reference_leaves_a_group_to_pytorch(install_backends: Install) -> None:
     module, x = made("residual")
     install_backends()
