@@ -367,6 +367,15 @@ def test_arrays_of_pyopencl(backend_device: Device) -> None:
         np.testing.assert_array_equal(output.get(), expected)
     bound = dispatcher.compile(CONV, device=backend_device, kernel=weights)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(bound))(input=tensors["input"]), expected)
+    twice = cl_array.to_device(queue, np.repeat(tensors["kernel"], 2, axis=-1))
+    for whole, kernel in ((weights, weights), (twice, twice[..., ::2].with_queue(None))):
+        copied = dispatcher.compile(CONV, device=backend_device, kernel=kernel)
+        bound.update(kernel=kernel)
+        whole.fill(0.0)
+        queue.finish()
+        for each in (copied, bound):
+            result = each(input=tensors["input"])
+            np.testing.assert_array_equal(result if isinstance(result, np.ndarray) else result.get(), expected)
     own = cl_array.to_device(queue, np.zeros(expected.size + tensors["input"].size, np.float32))
     output = own[: expected.size].reshape(expected.shape)
     taken = own[expected.size :].reshape(tensors["input"].shape)

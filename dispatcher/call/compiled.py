@@ -258,7 +258,7 @@ class CompiledOperator(Shown):
         given = sort_arguments(problem, arguments or {})
         if given.output is not None:
             raise InputError(f"{problem.output.name} is the result; give it to the call, not to compile")
-        kept = {name: snapshot(tensor) for name, tensor in given.tensors.items()}
+        kept = {name: snapshot(name, tensor) for name, tensor in given.tensors.items()}
         self._bound = replace(given, tensors=kept)
         self._tensor_names = {tensor.name: None for tensor in problem.tensors}
         self._output_name = problem.output.name
@@ -351,7 +351,7 @@ class CompiledOperator(Shown):
                 raise InputError(
                     f"{brief(name)} is not a bound tensor; expected one of those given to compile: {bound}"
                 )
-            new, old = snapshot(tensor_argument(name, value)), kept[name]
+            new, old = snapshot(name, tensor_argument(name, value)), kept[name]
             if new.shape != old.shape:
                 raise InputError(f"tensor {name} has shape {new.shape}; expected {old.shape}, that of the bound one")
             if new.dtype is not None and old.dtype is not None and new.dtype != old.dtype:

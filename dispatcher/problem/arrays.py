@@ -232,8 +232,11 @@ def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return result
 
 
-def snapshot(tensor: TensorArgument) -> TensorArgument:
-    """A tensor that changes to the caller's array do not reach. Of those on a device, PyTorch's alone are copied."""
+def snapshot(name: str, tensor: TensorArgument) -> TensorArgument:
+    """Tensor ``name`` so that changes to the caller's array do not reach it. Of those on a CUDA device, PyTorch's alone
+    are copied."""
+    if on_opencl(tensor.array):
+        return replace(tensor, array=in_kind(np.array(fetched(name, tensor.array), order="C"), tensor.array))
     if isinstance(tensor.array, torchtensors.DeviceView):
         return replace(tensor, array=tensor.array.copied())
     return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
