@@ -363,6 +363,15 @@ def test_values_are_used_several_times_and_written_in_place() -> None:
     assert steps(found) == ["conv2d", "add", "scale", "relu", "relu", "scale", "add"]
 
 
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+def test_upsampling_carries_what_is_not_finite_as_far_as_pytorch_does(odd: float) -> None:
+    module, x = nn.Upsample(scale_factor=(3, 2, 5), mode="trilinear"), random(1, 2, 4, 4, 4)
+    x[0, 1, 2, 2, 2] = odd
+    torch.testing.assert_close(
+        import_module(module, (x,)).run(x, device="numpy"), module(x), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+
+
 def test_what_is_written_into_a_copy_is_written_into_nothing_else() -> None:
     def function(x: Any) -> Any:
         x.transpose(1, 2).reshape(x.shape[0], -1).add_(1.0)

@@ -286,8 +286,10 @@ def _upsample_linear(graph: Graph, x: Any, align_corners: bool = False, **given:
         raise RefusedError("it aligns corners, so that its weights differ from place to place")
 
     def triangle(factor: int) -> Any:
-        taps = torch.arange(2 * factor - factor % 2, dtype=torch.float64)
-        return 1 - (taps - taps.mean()).abs() / factor
+        if factor == 1:
+            return torch.ones(1, dtype=torch.float64)
+        # The next place has a tap of its own where its weight is 0, since infinities times 0 count.
+        return 1 - (torch.arange(2 * factor, dtype=torch.float64) - factor + (factor + 1) % 2 / 2).abs() / factor
 
     array = array_of(x)
     result = _repeated(graph, array, triangle, given)
@@ -295,7 +297,8 @@ def _upsample_linear(graph: Graph, x: Any, align_corners: bool = False, **given:
         before, after = fixed(array.sizes[place]), fixed(graph.sizes[place])
         factor = after // before
         ones, taps = torch.ones(1, 1, before, dtype=torch.float64), triangle(factor)[None, None]
-        used = torch.conv_transpose1d(ones, taps, stride=factor, padding=factor // 2)
+        more = taps.shape[-1] - factor
+        used = torch.conv_transpose1d(ones, taps, None, factor, (more + 1) // 2, more % 2)
         name, dtype = f"{graph.node.name}_edges_{place - 2}", graph.node.meta["val"].dtype
         share = Constant(name, used.reciprocal().flatten().to(dtype), (after,))
         result = combined(graph, "scale", result, along(share, place, len(array.layout)))
@@ -326,10 +329,12 @@ def _repeated(graph: Graph, array: Array, taps: Callable[[int], Any], given: dic
         kernel = kernel[..., None] * taps(factor)
     kernel = kernel.to(graph.node.meta["val"].dtype)
     strides = _spread_out(graph, factors, spatial, 1)
+    more = [size - stride for size, stride in zip(kernel.shape[2:], strides, strict=True)]
     fields = {
         "weight": graph.tensor(Constant(f"{graph.node.name}_taps", kernel, tuple(kernel.shape))),
         "stride": strides,
-        "padding": tuple((size - stride) // 2 for size, stride in zip(kernel.shape[2:], strides, strict=True)),
+        "padding": tuple((each + 1) // 2 for each in more),
+        "output_padding": tuple(each % 2 for each in more),
         "groups": channels,
     }
     return _result(graph, f"conv_transpose{graph.draft.rank}d", array, axes, fields)
