@@ -184,6 +184,47 @@ def test_what_stands_behind_several_results_is_a_group_of_its_own() -> None:
     assert operators == ("aten.conv_transpose2d.input", "aten.sigmoid.default")
 
 
+@pytest.mark.parametrize(
+    ("shape", "scale", "mode"),
+    [
+        ((9, 9), 2.05, "bilinear"),
+        ((9, 9), (3.05, 3.0), "nearest"),
+        ((8,), 4.1, "linear"),
+        ((3, 4, 5), 2.05, "trilinear"),
+    ],
+)
+def test_a_scale_counts_that_is_not_that_of_the_sizes(shape: tuple[int, ...], scale: Any, mode: str) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, 3, *shape)
+    for computed in (None, True):
+        up = nn.Upsample(scale_factor=scale, mode=mode, recompute_scale_factor=computed)
+        module = nn.Sequential({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(shape)](3, 4, 1), up)
+        compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+        with torch.no_grad():
+            close(compiled(x), module(x))
+        assert ("scales by other factors" in str(dispatcher_torch.report().graphs[-1])) == (computed is None)
+
+
+def test_a_result_lies_in_memory_as_in_eager_mode() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(self.conv(x)).relu()
+            return y, y.permute(0, 2, 3, 1).view(y.shape[0], -1)  # which contiguous memory has no view for
+
+    torch._dynamo.reset()
+    module = Model().eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
+    compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+    with torch.no_grad():
+        for y in (x, torch.cat([x, x])):
+            for found, wanted in zip(compiled(y), module(y), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4, check_stride=True)
+
+
 def test_only_the_reference_leaves_a_group_to_pytorch(install_backends: Install) -> None:
     module, x = made("residual")
     install_backends()

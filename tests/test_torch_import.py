@@ -363,6 +363,26 @@ def test_values_are_used_several_times_and_written_in_place() -> None:
     assert steps(found) == ["conv2d", "add", "scale", "relu", "relu", "scale", "add"]
 
 
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+def test_upsampling_carries_what_is_not_finite_as_far_as_pytorch_does(odd: float) -> None:
+    module, x = nn.Upsample(scale_factor=(3, 2, 5), mode="trilinear"), random(1, 2, 4, 4, 4)
+    x[0, 1, 2, 2, 2] = odd
+    torch.testing.assert_close(
+        import_module(module, (x,)).run(x, device="numpy"), module(x), rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+
+
+def test_what_is_written_into_a_copy_is_written_into_nothing_else() -> None:
+    def function(x: Any) -> Any:
+        x.transpose(1, 2).reshape(x.shape[0], -1).add_(1.0)
+        F.adaptive_avg_pool2d(x, 5).mul_(0.0)
+        last = x.contiguous(memory_format=torch.channels_last).mul_(2.0)
+        x.reshape(x.shape[0], -1).relu_()  # which x shows
+        return last + x.to(torch.float32, copy=True).add_(1.0) * x
+
+    imported(Does(function, nn.Conv2d(2, 3, 2)), random(2, 2, 6, 6), grow=False)
+
+
 def test_a_module_of_several_inputs(backend_device: Device) -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:
@@ -482,6 +502,10 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: x[:, 1:].relu(), "part of a tensor"),
         (lambda x: x[:, ::2].relu(), "every other place"),
         (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), "aligns corners"),
+        (lambda x: F.pad(x.mean(3, keepdim=True).expand(-1, -1, -1, 5), (1, 1, 1, 1)).relu(), "expanded tensor"),
+        (lambda x: x.mean(3, keepdim=True).expand(-1, -1, -1, 5).softmax(3).mean(3), "expanded tensor"),
+        (lambda x: F.softplus(x, 1, 2), "threshold is not 20"),
+        (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "only x where x > 0"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),

@@ -127,8 +127,10 @@ def _celu(graph: Graph, x: Any, alpha: Any, **_: Any) -> Array:
 
 
 @handles("softplus")
-def _softplus(graph: Graph, x: Any, beta: Any = 1, **_: Any) -> Array:
+def _softplus(graph: Graph, x: Any, beta: Any = 1, threshold: Any = 20, **_: Any) -> Array:
     b = number_of(beta)
+    if number_of(threshold) != 20.0:  # from where on float32 shows no difference
+        raise RefusedError("its threshold is not 20")
     scaled = [] if b == 1.0 else [("scale", {"by": b})]
     return chain(graph, x, *scaled, ("softplus", {}), *([("divide", {"by": b})] if scaled else []))
 
@@ -164,8 +166,10 @@ def _above(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
 @handles("where")
 def _where(graph: Graph, condition: Any, x: Any = None, other: Any = None, **_: Any) -> Array:
     """``x`` where ``x > 0``, else ``slope * x``."""
-    above, value, below = (array_of(each).value for each in (condition, x, other))
-    if (above.op, above.operand, below.op) != ("gt", 0.0, "scale") or not above.source is below.source is value:
+    arrays = [array_of(each) for each in (condition, x, other)]
+    above, value, below = (each.value for each in arrays)
+    known = (above.op, above.operand, below.op) == ("gt", 0.0, "scale") and above.source is below.source is value
+    if not known or len({each.layout for each in arrays}) > 1:
         raise RefusedError("of all choices, only x where x > 0, else slope * x, has a step")
     return chain(graph, x, ("leaky_relu", {"slope": number_of(below.operand)}))
 
@@ -385,6 +389,7 @@ def _softmax(graph: Graph, x: Any, dim: int, dtype: Any = None, **_: Any) -> Arr
     _same_dtype(graph, dtype)
     op = "log_softmax" if "log" in graph.name else "softmax"
     array = array_of(x)
+    whole(array, _dims(array, dim))
     axes = axes_of(array, _dims(array, dim)) or unit_axes(graph, array)
     return array.computed(graph.draft.step(op, array.value, axis=axes))
 
@@ -406,10 +411,7 @@ def _same(graph: Graph, x: Any, **_: Any) -> Any:
     before, after = graph.node.args[0].meta["val"], graph.node.meta["val"]
     if before.dtype != after.dtype:
         raise RefusedError(f"it converts {before.dtype} to {after.dtype}; a problem has one dtype")
-    array = array_of(x)
-    name = graph.name
-    copies = name == "clone" or (name == "contiguous" and not before.is_contiguous())
-    return array.computed(array.value) if copies else array
+    return array_of(x)
 
 
 def _is_zero(value: Value) -> bool:

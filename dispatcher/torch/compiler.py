@@ -19,6 +19,7 @@ from dispatcher.call.compiled import CompiledOperator, Settings
 from dispatcher.device.selection import parse_request
 from dispatcher.errors import InputError, first_line
 from dispatcher.problem.messages import show
+from dispatcher.torch.draft import example
 from dispatcher.torch.importing import Imported
 from dispatcher.torch.partition import Piece, fold, pieces_of, places, without_writes
 
@@ -157,6 +158,9 @@ class _Group:
     def __init__(self, piece: Piece, weights: frozenset[Any], device: str, found: GraphReport) -> None:
         self.__name__ = f"group_{next(_numbers)}"
         self.piece, self.weights, self.device = piece, weights, device
+        #: The dimensions as they lie in memory in eager mode, which code behind may rely on, as ``view`` does.
+        strides = [example(stride) for stride in piece.output.meta["val"].stride()]
+        self.order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
         self.found, self.place = found, len(found.groups)
         found.groups.append((self.__name__, tuple(str(node.target) for node in piece.nodes), "(not run yet)"))
         self.lock = threading.Lock()
@@ -181,7 +185,8 @@ class _Group:
         if prepared is not None and self._note(prepared.choice.device):
             return self.piece.module(*inputs)
         with torch.no_grad():
-            return compiled(**named)
+            result = compiled(**named).permute(self.order).contiguous()
+            return result.permute([self.order.index(place) for place in range(len(self.order))])
 
     def _varies(self, node: Any) -> bool:
         return node not in self.weights and isinstance(node.meta["val"], torch.Tensor)

@@ -17,7 +17,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dispatcher.ops.steps import axis_names
-from dispatcher.torch.draft import Draft, Extent, RefusedError, SymbolicError, Tensor, Value, extents, is_one, settled
+from dispatcher.torch.draft import (
+    Draft,
+    Extent,
+    RefusedError,
+    SymbolicError,
+    Tensor,
+    Value,
+    example,
+    extents,
+    is_one,
+    settled,
+)
 from dispatcher.torch.patterns import PARTS, simplify
 
 #: The axes of a value that lie along each dimension of a tensor.
@@ -217,6 +228,8 @@ class Graph:
             return UNKNOWN
         given = _by_name(node.target, *arguments)
         result = handler(self, **given)
+        if isinstance(result, Array) and not _shares(node):
+            result = result.computed(result.value)
         if in_place and isinstance(result, Array):
             return self._written(given["x"], result)
         return result
@@ -486,13 +499,28 @@ def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
 
 def base_of(node: Any) -> Any:
     """The node whose memory ``node`` shows, or a part of it."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
-        schema = getattr(node.target, "_schema", None)  # an item of several results has none
-        alike = schema is None or schema.arguments[0].alias_info is not None
-        if not alike and "dropout" not in operator_name(node.target):
-            break
+    while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node) and _shares(node):
         node = node.args[0]
     return node
+
+
+def _shares(node: Any) -> bool:
+    """Whether the result of a node shows the memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)  # an item of several results has none
+    name = operator_name(node.target).removeprefix("aten.")
+    if schema is None or "dropout" in name or name in ("type_as", "lift", "atleast_1d"):
+        return True
+    if schema.arguments[0].alias_info is None:
+        return False
+    if name in ("contiguous", "to", "reshape", "reshape_as", "flatten", "ravel"):  # which copy where they have to
+        before, after = (
+            torch.empty_strided([*map(example, val.shape)], [*map(example, val.stride())], device="meta")
+            for val in (node.args[0].meta["val"], node.meta["val"])
+        )
+        if name in ("contiguous", "to"):
+            return before.stride() == after.stride() and not _by_name(node.target, node.args, node.kwargs).get("copy")
+        return bool(before.reshape(after.shape).untyped_storage()._cdata == before.untyped_storage()._cdata)
+    return True
 
 
 def _leaves(value: Any) -> list[Any]:

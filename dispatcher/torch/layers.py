@@ -273,40 +273,44 @@ def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
 
 
 @handles("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def _upsample_nearest(graph: Graph, x: Any, **_: Any) -> Array:
+def _upsample_nearest(graph: Graph, x: Any, **given: Any) -> Array:
     """Repeating each place is a transposed convolution of each channel with ones."""
-    return _repeated(graph, array_of(x), torch.ones)
+    return _repeated(graph, array_of(x), torch.ones, given)
 
 
 @handles("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
-def _upsample_linear(graph: Graph, x: Any, align_corners: bool = False, **_: Any) -> Array:
+def _upsample_linear(graph: Graph, x: Any, align_corners: bool = False, **given: Any) -> Array:
     """Weights that fall with the distance are a transposed convolution of each channel, too; at the edges, where fewer
     of them are used, it is divided by their sum."""
     if align_corners:
         raise RefusedError("it aligns corners, so that its weights differ from place to place")
 
     def triangle(factor: int) -> Any:
-        taps = torch.arange(2 * factor - factor % 2, dtype=torch.float64)
-        return 1 - (taps - taps.mean()).abs() / factor
+        if factor == 1:
+            return torch.ones(1, dtype=torch.float64)
+        # The next place has a tap of its own where its weight is 0, since infinities times 0 count.
+        return 1 - (torch.arange(2 * factor, dtype=torch.float64) - factor + (factor + 1) % 2 / 2).abs() / factor
 
     array = array_of(x)
-    result = _repeated(graph, array, triangle)
+    result = _repeated(graph, array, triangle, given)
     for place in range(2, len(array.layout)):
         before, after = fixed(array.sizes[place]), fixed(graph.sizes[place])
         factor = after // before
         ones, taps = torch.ones(1, 1, before, dtype=torch.float64), triangle(factor)[None, None]
-        used = torch.conv_transpose1d(ones, taps, stride=factor, padding=factor // 2)
+        more = taps.shape[-1] - factor
+        used = torch.conv_transpose1d(ones, taps, None, factor, (more + 1) // 2, more % 2)
         name, dtype = f"{graph.node.name}_edges_{place - 2}", graph.node.meta["val"].dtype
         share = Constant(name, used.reciprocal().flatten().to(dtype), (after,))
         result = combined(graph, "scale", result, along(share, place, len(array.layout)))
     return result
 
 
-def _repeated(graph: Graph, array: Array, taps: Callable[[int], Any]) -> Array:
+def _repeated(graph: Graph, array: Array, taps: Callable[[int], Any], given: dict[str, Any]) -> Array:
     """A transposed convolution of each channel whose stride is how often each place is repeated.
 
     Args:
         taps: makes the weights along an axis of such a stride.
+        given: the operator's arguments; those for scales, where it has them, tell where places lie, not the sizes.
     """
     count = len(array.layout) - 2
     spatial, axes = _windows(graph, array, count)
@@ -317,15 +321,20 @@ def _repeated(graph: Graph, array: Array, taps: Callable[[int], Any]) -> Array:
         if not equal(size, before * factor):
             raise RefusedError("it does not repeat each place equally often")
         factors.append(factor)
+    scales = given.get("scale_factors") or [scale for name, scale in given.items() if name.startswith("scales")]
+    if any(scale is not None and number_of(scale) != factor for scale, factor in zip(scales, factors, strict=False)):
+        raise RefusedError("it scales by other factors than those of its sizes")
     kernel = torch.ones(channels, 1)
     for factor in _spread_out(graph, factors, spatial, 1):
         kernel = kernel[..., None] * taps(factor)
     kernel = kernel.to(graph.node.meta["val"].dtype)
     strides = _spread_out(graph, factors, spatial, 1)
+    more = [size - stride for size, stride in zip(kernel.shape[2:], strides, strict=True)]
     fields = {
         "weight": graph.tensor(Constant(f"{graph.node.name}_taps", kernel, tuple(kernel.shape))),
         "stride": strides,
-        "padding": tuple((size - stride) // 2 for size, stride in zip(kernel.shape[2:], strides, strict=True)),
+        "padding": tuple((each + 1) // 2 for each in more),
+        "output_padding": tuple(each % 2 for each in more),
         "groups": channels,
     }
     return _result(graph, f"conv_transpose{graph.draft.rank}d", array, axes, fields)
@@ -387,6 +396,7 @@ def _channels(graph: Graph, array: Array, dim: int, start: int, length: int) -> 
 def _pad(graph: Graph, x: Any, pad: Sequence[Any], mode: str = "constant", value: Any = None, **_: Any) -> Array:
     """Zeros around the input, which a convolution may take for its padding."""
     array = array_of(x)
+    whole(array)
     pairs = [(fixed(pad[i]), fixed(pad[i + 1])) for i in range(0, len(pad), 2)]
     if mode != "constant" or number_of(value or 0) != 0.0 or min(map(min, pairs)) < 0:
         raise RefusedError("only zeros can be padded with")
