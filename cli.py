@@ -7,23 +7,11 @@ device, or it cannot run this; 4 a kernel failed to build or run; 130 interrupte
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
-
-with contextlib.suppress(ValueError):  # signals are the main thread's
-
-    def _end(number: int, frame: Any) -> None:
-        """What Ctrl-C does while this module is imported."""
-        os.write(2, b"error: interrupted\n")
-        os._exit(130)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
 
 import typer
 
@@ -710,9 +698,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return streams.fail(KeyboardInterrupt() if isinstance(error, typer.Abort) else error, name)
     return code if isinstance(code, int) else 0
 
-
-if signal.getsignal(signal.SIGINT) is _end:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -873,20 +873,6 @@ def test_a_machine_without_opencl_still_works() -> None:
         assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["typer", "dispatcher.report.words"])
-def test_an_interrupt_of_an_import_shows_no_traceback(name: str) -> None:
-    code = (
-        "import os, signal, sys\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, *more):\n"
-        f"        if name == {name!r}: os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Finder())\n"
-        "import dispatcher.cli\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "error: interrupted\n")
-
-
 @pytest.mark.parametrize(
     ("sent", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
