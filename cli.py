@@ -213,10 +213,7 @@ def import_command(
     path = Path(file)
     modelfile.check_file(path)
     if not trust:
-        raise InputError(
-            f"{file}: to import it is to run its Python code with your rights: all that it says, then Model, "
-            "get_init_inputs and get_inputs; look at it, and give --trust if you trust it"
-        )
+        raise modelfile.untrusted(path)
     with progress(f"importing {file}"):
         found = modelfile.import_file(path, weights=tensors, name=name, evaluate=evaluate, timeout_s=limit)
     if target is not None:

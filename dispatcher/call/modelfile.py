@@ -28,6 +28,14 @@ class ModelFile:
     tensors: Mapping[str, list[int]]
 
 
+def untrusted(path: Path) -> InputError:
+    """What is said where nobody has said that the file may be run."""
+    return InputError(
+        f"{path}: to import it is to run its Python code with your rights: all that it says, then Model, "
+        "get_init_inputs and get_inputs; look at it, and give --trust if you trust it"
+    )
+
+
 def check_file(path: Path) -> None:
     """Check, without running it, that a file defines what KernelBench's files do.
 
