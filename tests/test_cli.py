@@ -544,7 +544,8 @@ def test_whatever_happens_is_a_document(
 @pytest.mark.parametrize("command", ["explain", "verify", "tune", "bench"])
 def test_a_picture_that_fails_is_a_document_too(run: Any, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(streams, "picture_path", lambda plot, read: Path(plot))  # whatever is installed
-    monkeypatch.setattr("dispatcher.timing.tuning.tune_operator", lambda *_, **__: None)
+    for name in ("device_to_tune", "tune_operator"):  # the reference has nothing to tune
+        monkeypatch.setattr(f"dispatcher.timing.tuning.{name}", lambda *_, **__: None)
 
     def full(found: Any, path: Path | None) -> None:
         raise InputError("the disk is full")
