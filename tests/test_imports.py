@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import re
 import subprocess
 import sys
@@ -178,6 +179,13 @@ def test_importing_the_package_loads_no_gpu_library_and_little_else() -> None:
         "torch",
     }
     assert not any(name.startswith("dispatcher.backends") for name in loaded)
+
+
+def test_who_lacks_pytorch_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "dispatcher.torch", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"PyTorch is not installed; pip install .*\[torch\]"):
+        importlib.import_module("dispatcher.torch")
 
 
 def test_the_command_line_loads_only_what_it_needs() -> None:

@@ -16,6 +16,7 @@ import dispatcher
 from dispatcher import cli
 from dispatcher.check.comparison import compare
 from dispatcher.device.diagnosis import Diagnosis
+from dispatcher.errors import InputError
 from dispatcher.interface import PlannedLaunch
 from dispatcher.report.flow import handed_over, stages
 from dispatcher.timing.tuning import Candidate, TuneResult
@@ -135,6 +136,9 @@ def test_a_device_that_failed_is_in_the_picture(install_backends: Any, tmp_path:
     pytest.importorskip("matplotlib")
     install_backends(FakeBackend("bad", unsupported="too <large> for $it$"))
     (found,) = dispatcher.verify(CONV, device="bad", inputs="signed")
+    for path in (None, 3, "bad.gif", tmp_path / "bad"):
+        with pytest.raises(InputError, match=r"^the picture's file is .*; expected a name that ends in \.svg"):
+            found.plot(path)  # type: ignore[arg-type]
     found.plot(tmp_path / "bad.svg")
     assert "too &lt;large&gt; for $it$" in (tmp_path / "bad.svg").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dispatcher.errors import InputError, install
+from dispatcher.problem.messages import brief
 
 if TYPE_CHECKING:
     from dispatcher.timing.results import Measured, Race
@@ -65,10 +67,11 @@ def require_matplotlib(path: str | Path) -> None:
     Raises:
         InputError: Matplotlib is not installed, or the file is none of :data:`FORMATS`.
     """
-    if Path(path).suffix.lower() not in FORMATS:
-        raise InputError(f"--plot is {str(path)!r}; expected a file name that ends in {', '.join(FORMATS)}")
+    if not isinstance(path, str | os.PathLike) or Path(path).suffix.lower() not in FORMATS:
+        shown = brief(str(path) if isinstance(path, os.PathLike) else path)
+        raise InputError(f"the picture's file is {shown}; expected a name that ends in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError(f"--plot needs matplotlib, which is not installed; {install('plot')}")
+        raise InputError(f"a picture needs matplotlib, which is not installed; {install('plot')}")
 
 
 @contextmanager
@@ -90,7 +93,7 @@ def figure_for(path: str | Path, width: float, height: float) -> Iterator[Any]:
         try:
             figure.savefig(path, dpi=110, metadata=FORMATS[Path(path).suffix.lower()])
         except OSError as error:
-            raise InputError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
+            raise InputError(f"the picture {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def short(problem: str) -> str:

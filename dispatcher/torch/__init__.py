@@ -9,7 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch as _torch  # noqa: F401 (whoever lacks it learns so here)
+from dispatcher.errors import install as _install
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ModuleNotFoundError(f"PyTorch is not installed; {_install('torch')}", name="torch") from _error
 
 if TYPE_CHECKING:  # an alias of the same name exports it
     from dispatcher.errors import UnsupportedError as UnsupportedError
