@@ -220,6 +220,8 @@ class Graph:
         in_place = name.endswith("_") and not name.endswith("__")
         self.name = name.removesuffix("_") if in_place else name
         handler = self.handlers.get(self.name)
+        if targets_of(node) and not in_place and any(each.is_out for each in node.target._schema.arguments):
+            raise RefusedError("it writes into what is given as out")
         if not unknown and not _contains(arguments, lambda each: isinstance(each, Array) or _is_input(each)):
             return self._folded(node, *arguments, in_place=in_place)
         if handler is None:
@@ -279,11 +281,15 @@ class Graph:
             return type(value)(map(constant, value)) if isinstance(value, tuple | list) else value
 
         folded = constant(result)
-        target = args[0] if args else None
-        if in_place and isinstance(target, Constant):
-            target.data, target.name = folded.data, folded.name
-            return target
-        return folded
+        if not in_place:
+            return folded
+        target, held = args[0], [each for each in _leaves(list(self.results.values())) if isinstance(each, Constant)]
+        if not isinstance(target, Constant):
+            raise RefusedError("it writes into several tensors at once")
+        if self.name != "detach" and any(each is not target and _one_memory(each, target) for each in held):
+            raise RefusedError("it writes into a part of a tensor, or where a part was taken before")
+        target.data, target.name = folded.data, folded.name
+        return target
 
     def _written(self, target: Any, result: Array) -> Array:
         """A result that is written into the tensor ``target``."""
@@ -489,12 +495,28 @@ def _alive(nodes: Sequence[Any], returned: Sequence[Any]) -> set[Any]:
     alive = set(returned)
     written = {base_of(node) for node in returned}
     for node in reversed(nodes):
-        name = operator_name(node.target) if node.op == "call_function" else ""
-        in_place = name.endswith("_") and not name.endswith("__")
-        if node in alive or (in_place and base_of(node) in written):
+        if node in alive or any(base_of(each) in written for each in targets_of(node)):
             alive.update((node, *node.all_input_nodes))
             written.update(base_of(each) for each in node.all_input_nodes)
     return alive
+
+
+def targets_of(node: Any) -> list[Any]:
+    """The nodes that a node writes into."""
+    schema = getattr(node.target, "_schema", None)
+    given = [] if schema is None else [
+        node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]  # fmt: skip
+    return [each for each in _leaves(given) if isinstance(each, torch.fx.Node)]
+
+
+def _one_memory(one: Constant, other: Constant) -> bool:
+    """Whether two tensors share memory."""
+    if one.data is None or other.data is None:
+        return False
+    return bool(one.data.untyped_storage()._cdata == other.data.untyped_storage()._cdata)
 
 
 def base_of(node: Any) -> Any:
