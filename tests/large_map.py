@@ -23,6 +23,7 @@ import numpy as np
 import dispatcher
 from bench.common import at_least, plain_parser, say
 from dispatcher.scale.storage import make_array, read_items, write_items
+from tests.children import heeding
 
 PROBLEM = "conv2d-subtract-hardswish-maxpool-mish"
 ITEM, CHUNK, KERNEL = (64, 128, 128), 8, (128, 64, 3, 3)
@@ -62,8 +63,7 @@ def run_until(
 
 def check(command: Sequence[str], target: Path, chunks: int, limit: int) -> int:
     """Break a ``dispatcher map`` off twice, and let it end then; returns the bytes that were resident at the peak."""
-    # What looks at it goes first, so that it is not through before a signal is sent.
-    whole = ["nice", sys.executable, "-m", "dispatcher", "map", *command, "--output", str(target), "--json"]
+    whole = heeding(signal.SIGINT, ["-m", "dispatcher", "map", *command, "--output", str(target), "--json"])
     done = target.with_name(f".{target.name}.partial") / "done"
     peaks = []
     plan = ((1, signal.SIGINT, 130), (chunks // 3, signal.SIGKILL, -9), (None, None, 0))

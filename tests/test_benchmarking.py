@@ -1155,5 +1155,5 @@ def test_what_came_of_it_has_a_short_repr(fake: FakeBackend, some_peers: list[An
     outcome = race(CONV, ["fake", "numpy"], against=["right"], repeats=1)
     assert repr(outcome) == "<Race of fake:0, numpy, right, 1 rounds>"
     text = repr(outcome.results[0])
-    assert text.startswith(f"<Benchmark {CONV} on fake:0: median ") and "of 1 warm calls, checked" in text
+    assert text.startswith(f"<Benchmark {CONV} on fake:0: median ") and "of 1 warm call, checked" in text
     assert repr(outcome.peers[0]).startswith(f"<PeerBenchmark {CONV} on right: median ")
