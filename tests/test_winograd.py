@@ -376,7 +376,7 @@ def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device,
 
 
 def test_few_large_elements_are_within_the_bound(backend_device: Device) -> None:
-    """Rows of a tile, each ruled by one channel, are uneven even if the tile's columns are not; so are those at edges."""
+    """Rows of a tile that one channel each rules are uneven even if the tile's columns are not; so are edges."""
     if backend_device.backend != "opencl" or backend_device.kind != "cpu":
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
     operator = conv_operator((1, 16, 4, 12, 19), 24, (1, 3, 3))

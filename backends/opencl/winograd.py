@@ -98,7 +98,7 @@ def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, i
         spared = sum(m == 3 <= axis.most_taps for m, axis in zip(outputs, geometry.axes, strict=True)) < several
         return spared and math.prod(map(axis_growth, geometry.axes, outputs)) <= most_growth
 
-    found = [each for each in product(*ranges) if max(each) > 1 and foldable(each[2]) and rounds_little(*each)]
+    found = [(d, h, w) for d, h, w in product(*ranges) if max(d, h, w) > 1 and foldable(w) and rounds_little(d, h, w)]
     return sorted(found, key=lambda outputs: (math.prod(outputs), outputs))
 
 
