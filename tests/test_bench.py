@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import anatomy, common, compare_checkouts, cpu_peers, family, sweep  # noqa: E402
+from bench import anatomy, common, compare_checkouts, cpu_peers, family, overhead, sweep  # noqa: E402
 from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
@@ -429,6 +429,8 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         assert entry["label"] in text
         assert split["call"] == pytest.approx(split["dispatcher"] + split["backend"])
         assert split["backend"] == pytest.approx(split["backend_kernels"] + split["backend_host"])
+        parts = entry["parts_us"]
+        assert min(parts.values()) > 0 and sum(parts[name] for name in overhead.PARTS) == pytest.approx(parts["call"])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -35,10 +36,22 @@ class Made:
     sources: Tensors
     buffer: Any
     instead: str | None = None
+    _seen: dict[str, Any] = field(default_factory=dict)
 
     def of(self, tensors: Tensors) -> bool:
-        """Whether the tensors still have the bytes that it was made from."""
-        return all(same_bytes(source, tensors[name]) for name, source in self.sources.items())
+        """Whether the tensors still have the bytes that it was made from.
+
+        A read-only array that was compared before holds a bound tensor, which nobody else has: of a caller's array each
+        call gets a view of its own.
+        """
+        for name, source in self.sources.items():
+            array, seen = tensors[name], self._seen.get(name)
+            if seen is not None and seen() is array and not array.flags.writeable:
+                continue
+            if not same_bytes(source, array):
+                return False
+            self._seen[name] = weakref.ref(array)
+        return True
 
 
 #: What a call leaves for the next one: by value, and by launch and number of an argument.
@@ -58,12 +71,12 @@ class Call:
 
 
 class Launch:
-    """One launch on a device. It has no state: that of its calls is in :data:`Kept`.
+    """One launch on a device. The state of its calls is in :data:`Kept`; they take turns.
 
     Args:
         runtime: the device.
         lowered: what to launch.
-        kernel: built from it.
+        kernel: built from it; nobody else sets its arguments.
         real: float32 or float64.
         planned: for people.
     """
@@ -75,6 +88,7 @@ class Launch:
         self.planned = planned
         arguments = list(enumerate(lowered.arguments))
         self._packed = [(position, each) for position, each in arguments if isinstance(each, Weights | KernelOperands)]
+        self._set: dict[int, Any] = {}  # what arguments that seldom change are set to
         self._guards = [position for position, each in arguments if isinstance(each, Counter) and each.guarded]
 
     @property
@@ -153,8 +167,15 @@ class Launch:
 
     def enqueue(self, call: Call) -> None:
         """Enqueue the kernel."""
-        arguments = [self._argument(call, i) for i in range(len(self.lowered.arguments))]
-        event = self._kernel.enqueue(call.queue, self.lowered.items, self.lowered.local, *arguments)
+        kernel, lowered = self._kernel.raw, self.lowered
+        for position, argument in enumerate(lowered.arguments):
+            value = self._argument(call, position)
+            if isinstance(argument, Value | Rows | Tensor):  # the caller's arrays are not kept alive here
+                kernel.set_arg(position, value)
+            elif self._set.get(position) is not value:  # PyOpenCL takes 7 us for a number
+                kernel.set_arg(position, value)
+                self._set[position] = value
+        event = cl.enqueue_nd_range_kernel(call.queue, kernel, (lowered.items,), (lowered.local,))
         call.events.append((self.planned.name, event))
 
 
@@ -176,7 +197,7 @@ def build(runtime: OpenClRuntime, task: Task) -> Launch | None:
         taken = kernel.raw.get_work_group_info(info.LOCAL_MEM_SIZE, runtime.device)
         if lowered.local == 1 or (lowered.local <= most and taken <= task.target.limits.local_memory):
             planned = replace(lowered.planned, rejected=rejected)
-            return Launch(runtime, lowered, kernel, task.real, planned)
+            return Launch(runtime, lowered, kernel.copy(), task.real, planned)
         if lowered.local > most:
             limits = replace(limits, work_items=lowered.local // 2)
         else:
