@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import dispatcher
 from bench import common
-from bench.common import FIVE, Run, say
+from bench.common import FIVE, SMALL_BATCH, SMALL_BATCHES, Run, say
 from bench.cpu_peers import milliseconds
 from bench.family import published
 from dispatcher.check.inputs import random_tensors
@@ -154,7 +154,9 @@ class Clocked:
         made = executable._kept[found.operands]
         cl.enqueue_copy(executable._queue, room[: made.buffer.size], made.buffer)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-        executable._kept[found.operands] = replace(made, buffer=cl.Buffer(runtime.context, flags, hostbuf=room))
+        buffer = cl.Buffer(runtime.context, flags, hostbuf=room)
+        executable._kept[found.operands] = replace(made, buffer=buffer)
+        kernel.raw.set_arg(found.operands[1], buffer)
         found.run(tensors)
         found.taken.clear()
         return found
@@ -313,6 +315,7 @@ def measure(
         "cores_busy": busy,
         "multiply_adds": adds,
         "products_gflops": 2e-9 * adds / split["products"],
+        "peak_gflops": probe.best,
     }
 
 
@@ -335,7 +338,11 @@ def table(report: Mapping[str, Any]) -> str:
             rate = entry["products_gflops"]
             moved = entry["ideal_bytes"] / call["median_s"] / 1e9
             head = (f"`{entry['problem']}` ({entry['batch']})", entry["core"], milliseconds(call, 2))
-            rates = (f"{rate:.0f} ({100 * rate / peak:.0f} %)", f"{moved:.1f}", f"{100 * entry['cores_busy']:.0f}")
+            rates = (
+                f"{rate:.0f} ({100 * rate / entry['peak_gflops']:.0f} %)",
+                f"{moved:.1f}",
+                f"{100 * entry['cores_busy']:.0f}",
+            )
             rows.append((*head, *cells, *rates))
         titles = ("problem (batch)", "core", "call, ms", *PARTS)
         titles += ("products, GFLOP/s (of peak)", "bytes that have to be moved, GB/s", "cores busy, %")
@@ -358,6 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def entry(name: str, device: Any) -> dict[str, Any]:
             say(f"{name} on {device.name}")
             operator, case = published(name)
+            if name in FIVE:
+                operator = common.bind_case(name, SMALL_BATCHES.get(name, SMALL_BATCH))
             found = measure(operator, device.id, run.probe, settings)
             return {"label": common.device_label(device), "case": case, **found}
 

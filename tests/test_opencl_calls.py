@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dispatcher
+from dispatcher.device import machine
 from dispatcher.interface import Device
 from tests.fakes import conv_tensors
 
@@ -33,6 +34,26 @@ def test_bound_tensors_are_compared_once(opencl: Device, monkeypatch: pytest.Mon
         w *= factor
         w.flags.writeable = False
         np.testing.assert_array_equal(free(input=x, kernel=w), factor * first)
+
+
+def test_free_memory_is_looked_up_for_new_memory_only(opencl: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dispatcher.backends.opencl import BACKEND
+    from dispatcher.backends.opencl.memory import HostPool
+
+    asked: list[int] = []
+    monkeypatch.setattr(machine, "SMALL_BYTES", 0)
+    monkeypatch.setattr(machine, "available_bytes", lambda: asked.append(1) or 1 << 40)
+    monkeypatch.setattr(BACKEND._runtime(opencl), "host", HostPool(1 << 20))
+    x, w = conv_tensors().values()
+    call = dispatcher.compile(CONV, device=opencl.id, kernel=w)
+    results = [call(input=x), call(input=x)]
+    assert len(asked) == 2
+    np.testing.assert_array_equal(*results)
+    results.pop()
+    results.append(call(input=x))
+    assert len(asked) == 2
+    results.append(call(input=x))
+    assert len(asked) == 3
 
 
 def test_operators_of_one_program_keep_their_arguments(opencl: Device) -> None:
