@@ -322,7 +322,10 @@ def measure(
 # ---- the table ---------------------------------------------------------------------------------------------
 def table(report: Mapping[str, Any]) -> str:
     """The parts of each call as shares of it."""
-    peak, copy = report["probe"]["peak_gflops"], report["probe"]["copy_gbytes_per_s"]
+    peak = max(
+        entry["peak_gflops"] for entry in report["entries"]
+    )  # results of several runs may have been put together
+    copy = report["probe"]["copy_gbytes_per_s"]
     lines = [
         f"{report['machine']['cpu']}, {report['machine']['cores']} cores, {peak:.0f} GFLOP/s of float32 multiply-adds, "
         f"{copy:.0f} GB/s when copying; {report['date']}. Medians; parts in percent of the call, the largest in bold."
@@ -338,11 +341,7 @@ def table(report: Mapping[str, Any]) -> str:
             rate = entry["products_gflops"]
             moved = entry["ideal_bytes"] / call["median_s"] / 1e9
             head = (f"`{entry['problem']}` ({entry['batch']})", entry["core"], milliseconds(call, 2))
-            rates = (
-                f"{rate:.0f} ({100 * rate / entry['peak_gflops']:.0f} %)",
-                f"{moved:.1f}",
-                f"{100 * entry['cores_busy']:.0f}",
-            )
+            rates = (f"{rate:.0f} ({100 * rate / peak:.0f} %)", f"{moved:.1f}", f"{100 * entry['cores_busy']:.0f}")
             rows.append((*head, *cells, *rates))
         titles = ("problem (batch)", "core", "call, ms", *PARTS)
         titles += ("products, GFLOP/s (of peak)", "bytes that have to be moved, GB/s", "cores busy, %")
