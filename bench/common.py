@@ -349,6 +349,14 @@ def keep(report: Mapping[str, Any], output: Path | None) -> Path:
     return path
 
 
+def write_table(guide: Path, program: str, results: str, table: str) -> None:
+    """Write a table between its markers in a guide, the first of which names the file in bench/results behind it."""
+    text = guide.read_text(encoding="utf-8")
+    start, end = text.index(f"<!-- {program}:"), text.index(f"<!-- {program}: end -->")
+    text = f"{text[:start]}<!-- {program}: bench/results/{results} -->\n\n{table}\n\n{text[end:]}"
+    guide.write_text(text, encoding="utf-8")
+
+
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table."""
     head, *body = (f"| {' | '.join(row)} |" for row in (titles, *rows))

@@ -1,21 +1,24 @@
 """What a warm call costs besides the work: microseconds in the dispatcher and in the OpenCL backend.
 
-    python bench/overhead.py [--devices opencl:0] [--calls 300]
+    python bench/overhead.py [--devices opencl:0] [--calls 300] [--table]
 
-A tiny operator is called through `CompiledOperator` (the whole call), through a prepared call (without
-looking at the arguments), and straight through the backend's executable. The three take turns, block by
-block, and each block gives one sample: its time divided by its calls. What the kernels take comes from the
-device's clock, in calls of their own. See bench/README.md.
+Tiny operators of one and of two launches are called through `CompiledOperator` (the whole call), through a prepared
+call (without looking at the arguments), and straight through the backend's executable. The three take turns, block by
+block, and each block gives one sample: its time divided by its calls. What the kernels take comes from the device's
+clock, and the parts of a call from a stopwatch around functions, in calls of their own. See bench/README.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,17 +26,21 @@ sys.path.insert(0, str(ROOT))
 import dispatcher
 from bench import common
 from bench.common import Run, bind_case, say
+from dispatcher.call.compiled import CompiledOperator
 from dispatcher.check.inputs import random_tensors
 from dispatcher.interface import Timings
 from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM = "overhead"
-REPEATS, CALLS, CLOCKED_CALLS = 15, 300, 50
-PROBLEM = "conv-transpose3d-max-max-sum"
+GUIDE = ROOT / "docs" / "opencl-cpu.md"
+REPEATS, CALLS, CLOCKED_CALLS, WATCHED_BLOCKS = 15, 300, 50, 5
+PROBLEMS = ("conv-transpose3d-max-max-sum", "conv3d-hardswish-groupnorm-mean")
 TINY = {
-    **{"batch_size": 1, "in_channels": 2, "out_channels": 2, "depth": 4, "height": 4, "width": 4},
+    **{"batch_size": 1, "in_channels": 2, "out_channels": 2, "depth": 4, "height": 4, "width": 4, "num_groups": 1},
     **{f"{name}_{axis}": size for name, size in (("kernel", 3), ("padding", 0)) for axis in "dhw"},
 }
+#: What of a call the stopwatch sees; binding is what the launches take besides enqueueing and waiting.
+PARTS = ("arguments", "result array", "weights", "binding", "enqueueing", "waiting", "the rest")
 COLUMNS = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
 
 
@@ -47,9 +54,52 @@ def block(call: Callable[[], Any], calls: int) -> Callable[[], None]:
     return run
 
 
-def measure_device(device: Any, run: Run) -> dict[str, Any]:
-    """Samples of the three ways to call, in seconds a call, and the kernels' own time."""
-    operator, settings = bind_case(PROBLEM, None, TINY), run.settings
+def parts_of(call: Callable[[], Any], calls: int) -> dict[str, float]:
+    """Where the time of a call goes, in microseconds: medians of a block of ``calls`` calls, the fastest of some."""
+    import pyopencl as cl
+
+    from dispatcher.backends.opencl.executable import OpenClExecutable, Plan
+    from dispatcher.backends.opencl.memory import HostPool
+
+    places: dict[str, tuple[tuple[Any, str], ...]] = {
+        "arguments": ((CompiledOperator, "_analyse"), (CompiledOperator, "_inputs")),
+        "result array": ((HostPool, "empty"),),
+        "weights": ((Plan, "prepare"),),
+        "binding": ((OpenClExecutable, "_run_launches"),),
+        "enqueueing": ((cl, "enqueue_nd_range_kernel"),),
+        "waiting": ((OpenClExecutable, "_fetch"),),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in places}
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments, **named)
+            taken[name][-1] += time.perf_counter() - start
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name, owners in places.items():
+            for owner, function in owners:
+                stack.enter_context(patch.object(owner, function, watched(name, getattr(owner, function))))
+        for _ in range(WATCHED_BLOCKS * calls):
+            for each in taken.values():
+                each.append(0.0)
+            call()
+    blocks = [
+        {name: 1e6 * statistics.median(each[at : at + calls]) for name, each in taken.items()}
+        for at in range(0, WATCHED_BLOCKS * calls, calls)
+    ]
+    found = min(blocks, key=lambda block: sum(block.values()))
+    found["binding"] -= found["enqueueing"] + found["waiting"]
+    return found
+
+
+def measure_device(problem: str, device: Any, run: Run) -> dict[str, Any]:
+    """Samples of the three ways to call, in seconds a call, the kernels' own time, and the parts of a call."""
+    operator, settings = bind_case(problem, None, TINY), run.settings
     tensors = random_tensors(operator, 0)
     x = {operator.source: tensors[operator.source]}
     constants = {name: array for name, array in tensors.items() if name not in x}
@@ -79,7 +129,11 @@ def measure_device(device: Any, run: Run) -> dict[str, Any]:
         calls = [replace(sample, seconds=sample.seconds / settings.calls) for sample in samples]
         results[name] = {"samples": common.sample_lists(calls)}
     launches = [launch.name for launch in executable.launches]
-    return {"launches": launches, "kernel_median_s": statistics.median(kernels), "results": results}
+    parts = parts_of(ways["call"], settings.calls)
+    return {
+        **{"problem": problem, "sizes": dict(operator.sizes), "launches": launches, "results": results},
+        **{"kernel_median_s": statistics.median(kernels), "parts_us": parts},
+    }
 
 
 def conclude(entry: dict[str, Any], threshold: float) -> None:
@@ -90,19 +144,24 @@ def conclude(entry: dict[str, Any], threshold: float) -> None:
     )
     kernels = entry["kernel_median_s"]
     split = (call, call - backend, call - prepared, backend, kernels, backend - kernels)
+    entry["fastest_us"] = 1e6 * results["call"]["min_s"]
+    entry["parts_us"]["the rest"] = entry["fastest_us"] - sum(entry["parts_us"].values())
     entry["split_us"] = {name: 1e6 * seconds for name, seconds in zip(COLUMNS, split, strict=True)}
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The split of each device as a table."""
-    blocks = f"median of {report['repeats']} blocks of {report['calls']} calls"
-    lines = [f"Microseconds of a warm call of {PROBLEM}, tiny sizes ({blocks}).", ""]
+    """The parts of the calls as a table."""
+    blocks = f"the fastest of {report['repeats']} blocks of {report['calls']} calls, as other programs only add to it"
+    lines = [f"Microseconds of a warm call of tiny operators ({blocks}); {report['date']}.", ""]
     rows = []
     for entry in report["entries"]:
+        split, parts = entry["split_us"], entry["parts_us"]
         mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""
-        rows.append([entry["label"], *(f"{mark}{entry['split_us'][name]:.1f}" for name in COLUMNS)])
-    titles = ("call", "dispatcher", "of it arguments", "backend", "of it kernels", "of it host and driver")
-    lines += common.markdown(("device", *titles), rows)
+        times = (entry["fastest_us"], *(parts[name] for name in PARTS), split["backend_kernels"])
+        times = (*times, entry["fastest_us"] - parts["waiting"])
+        rows.append([f"{entry['label']}, {len(entry['launches'])}", *(f"{mark}{each:.1f}" for each in times)])
+    titles = ("device, launches", "call", *PARTS, "kernels", "all but waiting")
+    lines += common.markdown(titles, rows)
     results = [result for entry in report["entries"] for result in entry["results"].values()]
     return "\n".join([*lines, "", common.drop_note(report, results)])
 
@@ -111,18 +170,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     parser = common.new_parser("overhead", __doc__, REPEATS)
     parser.add_argument("--calls", type=common.at_least(1), default=CALLS, help="calls a block (default: %(default)s)")
+    parser.add_argument("--table", action="store_true", help="write the table into docs/opencl-cpu.md")
     settings = parser.parse_args(arguments)
     run = Run.start(PROGRAM, settings)
     entries = []
     for device in run.devices:
-        say(device.name)
-        label = {"device": device.id, "label": common.device_label(device)}
-        entries.append({**label, **measure_device(device, run)})
+        for problem in PROBLEMS:
+            say(f"{problem} on {device.name}")
+            label = {"device": device.id, "label": common.device_label(device)}
+            entries.append({**label, **measure_device(problem, device, run)})
     for entry in entries:
         conclude(entry, run.threshold)
-    report = run.report(problem=PROBLEM, sizes=TINY, calls=settings.calls, entries=entries)
-    common.keep(report, settings.output)
+    report = run.report(calls=settings.calls, entries=entries)
+    name = common.keep(report, settings.output).name
     print(report_text(report))
+    if settings.table:
+        common.write_table(GUIDE, PROGRAM, name, report_text(report))
     return 0
 
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import common, compare_checkouts, cpu_peers, family, sweep  # noqa: E402
+from bench import anatomy, common, compare_checkouts, cpu_peers, family, overhead, sweep  # noqa: E402
 from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
@@ -396,6 +396,31 @@ def test_the_sweep_runs(opencl_cpu: None, tmp_path: Path) -> None:
             assert report["entries"][found["worst"][0]]["ratios"][name]["value"] == min(ratios)
 
 
+@pytest.mark.parametrize(
+    "core, problem, empty",
+    [
+        ("winograd", "conv-transpose-2d-square-input-sq-kernel", ()),
+        ("direct", "conv2d-subtract-tanh-subtract-avgpool", ("input sums", "output sums", "edges")),
+        ("in place", "conv2d-hardswish-relu", ("packing", "input sums", "output sums")),
+    ],
+)
+def test_the_parts_of_a_call_add_up(opencl_cpu: None, core: str, problem: str, empty: tuple[str, ...]) -> None:
+    """Times of a core's parts come from the processor's clock, the whole from the device's: they have to agree."""
+    device = common.cpu_devices(None)[0][0].id
+    operator = common.bind_case(problem, 1, {"height": 64, "width": 64})
+    settings, options = (
+        argparse.Namespace(quiet_limit=1e-9, repeats=3),
+        {} if core == "in place" else {"algorithm": core},
+    )
+    entry = anatomy.measure(operator, device, sampling.Probe(), settings, options, pause_s=0.0)
+    parts = {part: seconds for part, seconds in entry["split_s"].items() if part in anatomy.MARKS.values()}
+    assert entry["core"] == core and tuple(entry["split_s"]) == anatomy.PARTS
+    assert {part for part, seconds in parts.items() if seconds <= 0.0} - {"fused steps", "stores"} == set(empty)
+    clocked = entry["results"]["clocked"]["median_s"] / entry["marks_cost"]
+    assert 0.1 < sum(parts.values()) / clocked < 1.3
+    assert entry["products_gflops"] > 0
+
+
 def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
     report, text = run_program("overhead.py", tmp_path / "overhead.json", "--calls", "5")
     assert report["entries"]
@@ -404,6 +429,9 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         assert entry["label"] in text
         assert split["call"] == pytest.approx(split["dispatcher"] + split["backend"])
         assert split["backend"] == pytest.approx(split["backend_kernels"] + split["backend_host"])
+        parts = entry["parts_us"]
+        assert tuple(parts) == overhead.PARTS and sum(parts.values()) == pytest.approx(entry["fastest_us"])
+        assert min(parts[name] for name in overhead.PARTS[:-1]) > 0
 
 
 @pytest.fixture(scope="module")

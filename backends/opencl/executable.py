@@ -98,6 +98,7 @@ class OpenClExecutable:
         self._lock = threading.Lock()
         self._queue = runtime.queue()
         self._final = len(operator.steps)
+        self._result_bytes = math.prod(operator.output_shape) * (2 if self._half else self._real.itemsize)
         self._plans: dict[Options, Plan] = {}
         # Tensors and result first: an operator that is far too large may take very long to plan.
         self._check_memory(self._outer_bytes())
@@ -115,6 +116,11 @@ class OpenClExecutable:
     @property
     def launches(self) -> Sequence[PlannedLaunch]:
         return [launch.planned for launch in self._own.launches]
+
+    @property
+    def result_ready(self) -> bool:
+        """Whether memory for a new result lies idle."""
+        return self._runtime.host.ready(self._result_bytes)
 
     def _value_bytes(self, index: int) -> int:
         step = self._operator.steps[index - 1]
@@ -215,6 +221,7 @@ class OpenClExecutable:
         for value, home in plan.storage.items():
             if home != self._final:
                 call.values[home] = self._buffer(call, "value", home, self._value_bytes(home))
+                call.between.add(value)
             call.values[value] = call.values[home]
         for value, nbytes in plan.rows_bytes.items():
             call.rows[value] = self._buffer(call, "rows", value, nbytes)
@@ -272,7 +279,7 @@ class OpenClExecutable:
             self._queue.finish()
         elif self._runtime.facts.unified:
             mapped, _ = cl.enqueue_map_buffer(
-                self._queue, target, cl.map_flags.READ, 0, output.shape, output.dtype, is_blocking=True
+                self._queue, target, cl.map_flags.READ, 0, output.shape, output.dtype, is_blocking=False
             )
             mapped.base.release(self._queue)
             self._queue.finish()

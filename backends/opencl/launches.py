@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -35,10 +36,22 @@ class Made:
     sources: Tensors
     buffer: Any
     instead: str | None = None
+    _seen: dict[str, Any] = field(default_factory=dict)
 
     def of(self, tensors: Tensors) -> bool:
-        """Whether the tensors still have the bytes that it was made from."""
-        return all(same_bytes(source, tensors[name]) for name, source in self.sources.items())
+        """Whether the tensors still have the bytes that it was made from.
+
+        A read-only array that was compared before holds a bound tensor, which nobody else has: of a caller's array each
+        call gets a view of its own.
+        """
+        for name, source in self.sources.items():
+            array, seen = tensors[name], self._seen.get(name)
+            if seen is not None and seen() is array and not array.flags.writeable:
+                continue
+            if not same_bytes(source, array):
+                return False
+            self._seen[name] = weakref.ref(array)
+        return True
 
 
 #: What a call leaves for the next one: by value, and by launch and number of an argument.
@@ -47,23 +60,28 @@ Kept: TypeAlias = dict[tuple[Any, int], Any]
 
 @dataclass
 class Call:
-    """The buffers of one call, and the events of its launches."""
+    """The buffers of one call, the events of its launches, and what their guards hold, with what brings it here.
+
+    Values ``between`` launches are in buffers that are kept.
+    """
 
     queue: Any
     kept: Kept
     values: dict[int, Any]
+    between: set[int] = field(default_factory=set)
     rows: dict[int, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     events: list[tuple[str, Any]] = field(default_factory=list)
+    guards: dict[tuple[Launch, int], tuple[np.ndarray, Any]] = field(default_factory=dict)
 
 
 class Launch:
-    """One launch on a device. It has no state: that of its calls is in :data:`Kept`.
+    """One launch on a device. The state of its calls is in :data:`Kept`; they take turns.
 
     Args:
         runtime: the device.
         lowered: what to launch.
-        kernel: built from it.
+        kernel: built from it; nobody else sets its arguments.
         real: float32 or float64.
         planned: for people.
     """
@@ -75,6 +93,12 @@ class Launch:
         self.planned = planned
         arguments = list(enumerate(lowered.arguments))
         self._packed = [(position, each) for position, each in arguments if isinstance(each, Weights | KernelOperands)]
+        self._memory = [(position, each) for position, each in arguments if isinstance(each, Table | Scratch | Counter)]
+        self._changing = [(position, each) for position, each in arguments if isinstance(each, Value | Rows | Tensor)]
+        self._set: dict[int, Any] = {}  # which of these are set to a buffer that stays
+        for position, each in arguments:
+            if isinstance(each, np.integer):
+                kernel.raw.set_arg(position, each)
         self._guards = [position for position, each in arguments if isinstance(each, Counter) and each.guarded]
 
     @property
@@ -90,6 +114,7 @@ class Launch:
             made: Made | None = kept.get((self, position))
             if made is None or not made.of(tensors):
                 made = kept[self, position] = self._make(each, tensors)
+                self._kernel.raw.set_arg(position, made.buffer)
             instead = instead or made.instead
         return instead
 
@@ -119,29 +144,13 @@ class Launch:
         """Whether the finished launch met data that it is not right on; clears the flag."""
         met = False
         for position in self._guards:
-            flags = np.zeros(3, np.int32)
-            cl.enqueue_copy(call.queue, flags, call.kept[self, position], is_blocking=True)
+            flags, copied = call.guards[self, position]
             if flags[2]:
                 met = True
-                cl.enqueue_copy(call.queue, call.kept[self, position], np.zeros(3, np.int32), is_blocking=True)
+                flags[:] = 0
+                if copied is not None:
+                    cl.enqueue_copy(call.queue, call.kept[self, position], flags, is_blocking=True)
         return met
-
-    def _argument(self, call: Call, position: int) -> Any:
-        argument = self.lowered.arguments[position]
-        match argument:
-            case Value():
-                return call.values[argument.number]
-            case Rows():
-                return call.rows[argument.value]
-            case Tensor():
-                return call.tensors[argument.name]
-            case Weights() | KernelOperands():
-                return call.kept[self, position].buffer
-            case Table() | Scratch() | Counter():
-                if (self, position) not in call.kept:
-                    call.kept[self, position] = self._first(argument, call.queue)
-                return call.kept[self, position]
-        return argument
 
     def _first(self, argument: Table | Scratch | Counter, queue: Any) -> Any:
         """The buffer of an argument as the first call finds it."""
@@ -149,13 +158,39 @@ class Launch:
             scratch = self._runtime.buffer(self.scratch_bytes)
             cl.enqueue_fill_buffer(queue, scratch, self._real.type(0), 0, self.scratch_bytes)
             return scratch
-        return self._runtime.constant(argument.numbers if isinstance(argument, Table) else np.zeros(3, np.int32))
+        if isinstance(argument, Table):
+            return self._runtime.constant(argument.numbers)
+        zeros = np.zeros(3, np.int32)  # where the host may read it in place, no command has to fetch it
+        return cl.SVM(zeros) if self._runtime.facts.any_pointer else self._runtime.constant(zeros)
 
     def enqueue(self, call: Call) -> None:
-        """Enqueue the kernel."""
-        arguments = [self._argument(call, i) for i in range(len(self.lowered.arguments))]
-        event = self._kernel.enqueue(call.queue, self.lowered.items, self.lowered.local, *arguments)
+        """Enqueue the kernel. Arguments that stay were set when they were made: each takes PyOpenCL up to 7 us."""
+        kernel, lowered = self._kernel.raw, self.lowered
+        for position, each in self._memory:
+            if (self, position) not in call.kept:
+                call.kept[self, position] = self._first(each, call.queue)
+                kernel.set_arg(position, call.kept[self, position])
+        for position, argument in self._changing:
+            match argument:
+                case Value():
+                    value, stays = call.values[argument.number], argument.number in call.between
+                case Rows():
+                    value, stays = call.rows[argument.value], True
+                case Tensor():
+                    value, stays = call.tensors[argument.name], False
+            if value is not self._set.get(position):
+                kernel.set_arg(position, value)
+                self._set[position] = value if stays else None  # a caller's array is not kept alive
+        event = cl.enqueue_nd_range_kernel(call.queue, kernel, (lowered.items,), (lowered.local,))
         call.events.append((self.planned.name, event))
+        for position in self._guards:
+            counter = call.kept[self, position]
+            if isinstance(counter, cl.SVM):
+                call.guards[self, position] = counter.mem, None
+            else:  # whoever waits for the result waits for this as well
+                flags = np.empty(3, np.int32)
+                copied = cl.enqueue_copy(call.queue, flags, counter, is_blocking=False)
+                call.guards[self, position] = flags, copied
 
 
 def build(runtime: OpenClRuntime, task: Task) -> Launch | None:
@@ -176,7 +211,7 @@ def build(runtime: OpenClRuntime, task: Task) -> Launch | None:
         taken = kernel.raw.get_work_group_info(info.LOCAL_MEM_SIZE, runtime.device)
         if lowered.local == 1 or (lowered.local <= most and taken <= task.target.limits.local_memory):
             planned = replace(lowered.planned, rejected=rejected)
-            return Launch(runtime, lowered, kernel, task.real, planned)
+            return Launch(runtime, lowered, kernel.copy(), task.real, planned)
         if lowered.local > most:
             limits = replace(limits, work_items=lowered.local // 2)
         else:

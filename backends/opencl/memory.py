@@ -19,6 +19,11 @@ ALIGNMENT = 4096
 HUGE_PAGE = 2 << 20
 
 
+def _whole(nbytes: int) -> int:
+    """The size of a block for so many bytes: whole pages, at least one."""
+    return -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
+
+
 def _fresh(size: int) -> np.ndarray:
     """A new block of ``size`` bytes; a large one in huge pages, where the system has them.
 
@@ -63,9 +68,13 @@ class HostPool:
         # Garbage collection can run anywhere, also inside this class, so the lock is reentrant.
         self._lock = threading.RLock()
 
+    def ready(self, nbytes: int) -> bool:
+        """Whether a block for so many bytes lies idle."""
+        return bool(self._idle.get(_whole(nbytes)))
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """A C-contiguous array of undefined contents whose memory starts on a page."""
-        size = -(-max(1, math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        size = _whole(math.prod(shape) * dtype.itemsize)
         with self._lock:
             blocks = self._idle.get(size)
             memory = blocks.pop() if blocks else None

@@ -100,11 +100,15 @@ class Kernel:
     _making = threading.Lock()
 
     def __init__(self, program: Any, name: str) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._program, self._name = threading.Lock(), program, name
         with self._making:
             self.raw = cl.Kernel(program, name)
             for entry in [entry for entry in list(linecache.cache) if f"pyopencl invoker for '{name}'" in entry]:
                 linecache.cache.pop(entry, None)
+
+    def copy(self) -> Kernel:
+        """The same kernel, with arguments of its own."""
+        return Kernel(self._program, self._name)
 
     def enqueue(self, queue: Any, items: int, local: int | None, *arguments: Any) -> Any:
         """Enqueue ``items`` work-items in groups of ``local``; returns the event."""

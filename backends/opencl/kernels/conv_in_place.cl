@@ -93,10 +93,12 @@ static void convolve_row(global const REAL *restrict x, global const REAL *restr
   if (high - low < VEC) low = high = end;
   edge(x, weights, to, first, low, n, channel, channels, d, h, operands ARGUMENTS);
   edge(x, weights, to, high, end, n, channel, channels, d, h, operands ARGUMENTS);
+  MARK(EDGES)
 #define TILE(width, w) PASTE(tile_, width)(x, weights, to, w, n, channel, channels, d, h, operands ARGUMENTS)
   for (; low + THREAD_W * VEC <= high; low += THREAD_W * VEC) TILE(THREAD_W, low);
   for (; low + VEC <= high; low += VEC) TILE(1, low);
   if (low < high) TILE(1, high - VEC);
+  MARK(PRODUCTS)
 }
 
 // counter: [0] the next item, [1] workers that are done; both zero before the launch and again after it. For the hint, see
@@ -104,6 +106,7 @@ static void convolve_row(global const REAL *restrict x, global const REAL *restr
 __attribute__((reqd_work_group_size(1, 1, 1), vec_type_hint(real_v)))
 kernel void conv_in_place(global const REAL *restrict x, global const REAL *restrict weights, global const REAL *restrict operands,
                           global REAL *restrict y, global volatile int *restrict counter, const int items PARAMETERS) {
+  MARK(START)
   for (;;) {
     int item = atomic_inc(counter);
     if (item >= items) break;

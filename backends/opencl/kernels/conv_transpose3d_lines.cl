@@ -181,6 +181,7 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
   global REAL *const base = scratch + (size_t)get_global_id(0) * SCRATCH;
   global REAL *const lines = base + SCRATCH_LINES;
   real_v poison = SPLAT(R(0.0));
+  MARK(START)
   for (;;) {
     const int item = atomic_inc(counter);
     if (item >= items) break;
@@ -188,6 +189,7 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
               first_d = item / (BOXES_W * BOXES_H) % BOXES_D * BOX_D, n = item / (BOXES_W * BOXES_H * BOXES_D);
     global const REAL *image = x + (size_t)n * ((size_t)IC * ID * IH * IW);
     begin_box(base, image, first_d, first_h, first_w, operands);
+    MARK(PACK)
 #if USE_FOLD
     global REAL *const pooled = base + SCRATCH_POOLED;
     fold_clear(pooled);
@@ -199,15 +201,18 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
           for (int j = 0; j < STEP_D * LINES_H; j++) {
             global REAL *line = lines + (size_t)j * (LINE_CHANNELS * STRIDE_W * LINE);
             STAGES_BEFORE_FOLD(line);
+            MARK(STEPS)
             for (int i = 0; i < BOX_H / LINES_H; i++) {
               const int md = step + j / LINES_H, mh = i * LINES_H + j % LINES_H;
 #if USE_FOLD
               // Rows that no whole window holds fall into window rows beyond the output and are never stored.
               const int window_d = (md * STRIDE_D + rd) / WINDOW_D, window_h = (mh * STRIDE_H + rh) / WINDOW_H;
               fold_row(pooled + (size_t)window_d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE) + window_h * FOLD_ROW, line + i * ROW);
+              MARK(STEPS)
 #else
               store_rows(y, n, (first_d + md) * STRIDE_D + rd, (first_h + mh) * STRIDE_H + rh, first_w * STRIDE_W, line + i * ROW,
                          operands ARGUMENTS);
+              MARK(STORE)
 #endif
             }
           }
@@ -217,9 +222,11 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
       global REAL *line = pooled + (size_t)d * (FOLD_CHANNELS * FOLD_PLANES * FOLD_LINE);
       fold_finish(line, operands);
       STAGES_AFTER_FOLD(line);
+      MARK(STEPS)
       for (int h = 0; h < FOLD_BOX_H; h++)
         store_rows(y, n, first_d * STRIDE_D / WINDOW_D + d, first_h * STRIDE_H / WINDOW_H + h, 0,
                    line + h * FOLD_ROW, operands ARGUMENTS);
+      MARK(STORE)
     }
 #endif
   }

@@ -122,4 +122,5 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
       }
     }
   }
+  MARK(PRODUCTS)
 }

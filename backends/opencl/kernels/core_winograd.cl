@@ -47,12 +47,14 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   for (int part = 0; part < PARTS_D[rd]; part++) {
     global REAL *const e = scratch + (STRIDE_H > 1 ? part : 0) * (IC * CHANNEL);
     if (rh == 0) pack_plane(e, row, x, base, TERMS_D[rd][part], TERMS_D[rd][part + 1], first_h, operands);
+    MARK(PACK)
     global const REAL *const first_w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh] + part * parts * TAP_WEIGHTS;
     const bool measured = transformed && (part == 1 || border);
     for (int first = 0; first < vectors; first += THREAD_W) {
       const int lane = first * VEC, width = min(THREAD_W, vectors - first);
 #define INPUTS(n) if (TAPS_H[rh] == n) PASTE(winograd_inputs_, n)(v, e + lane, rh, width, lane, tiles, measured ? marks : 0);
       FOR_TAPS(INPUTS)
+      MARK(INPUTS)
       global const REAL *w = first_w;
       for (int group = 0; group < GROUPS; group++)
         for (int c = 0; c < GROUP_OC; c += BLOCK_C) {
@@ -64,12 +66,15 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
               FOR_WIDTHS(PRODUCT)
             }
           }
+          MARK(PRODUCTS)
           global REAL *const line = lines + (size_t)channel * (STRIDE_W * LINE) + lane;
           global REAL *const total = transformed ? sums + group * (M_D * M_H * STRIDE_W * LINE) + lane : 0;
 #define OUTPUTS(n) if (TAPS_H[rh] == n) PASTE(winograd_outputs_, n)(z, rd, part, width, channel, channels, line, operands, total, poison);
           FOR_TAPS(OUTPUTS)
+          MARK(OUTPUTS)
         }
     }
   }
   if (transformed) *poison += compute_uneven(scratch, x, base, first_h, rd, rh, planes, tiles, weights, lines, operands);
+  MARK(EDGES)
 }

@@ -9,6 +9,10 @@
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
+// What ran since the mark before was this part of a kernel: bench/anatomy.py defines it, to see where time goes.
+#ifndef MARK
+#define MARK(part)
+#endif
 
 #if REAL_IS_DOUBLE
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
