@@ -135,7 +135,8 @@ class Executable(Protocol):
         """The launches that one call makes, in order."""
 
     def __call__(self, tensors: Tensors, output: np.ndarray | None = None, timings: Timings | None = None) -> Any:
-        """Run once and wait for the result.
+        """Run once and wait for the result, or leave it to a stream, where the caller or its arrays on the device name
+        one.
 
         Args:
             tensors: every input tensor by parameter name, read-only C-contiguous NumPy arrays of the

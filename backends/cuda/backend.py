@@ -92,8 +92,8 @@ class CudaBackend:
         kernel: a box of voxels ``(z, y, x)``, or a text as :meth:`~dispatcher.backends.cuda.options.TileChoice.parse`
         reads it),
         ``prologue`` (``auto``; ``fused`` or ``separate``: where steps before a convolution run), ``tuned``
-        (``ignore`` leaves alone what was tuned on this device) and ``stream`` (a ``cudaStream_t`` as an integer,
-        whose work each call waits for).
+        (``ignore`` leaves alone what was tuned on this device) and ``stream`` (a stream of another library, or its
+        ``cudaStream_t``, which the work of each call goes in).
 
         Raises:
             InputError: an option is unknown or has a wrong value.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.cuda.driver import Block, Context, DeviceArray, device_of, interface_of
+from dispatcher.backends.cuda.driver import Block, Context, DeviceArray, Lane, device_of, interface_of
 from dispatcher.backends.cuda.program import Launch, PackedWeight, Program, Reference, strided_copy
 from dispatcher.backends.cuda.toolkit import Toolkit
 from dispatcher.errors import InputError
@@ -19,6 +19,7 @@ from dispatcher.interface import PlannedLaunch, Tensors, Timings, bits_of
 
 _VECTOR_BYTES = 16
 _COMPILERS = 4  # compilations at the same time
+_MEMORY = "memory_in_stream"  # how an array offers memory of its library
 
 
 class CudaExecutable:
@@ -40,9 +41,10 @@ class CudaExecutable:
                 for launch in launches
             }
             self._tables = context.allocate([table.nbytes for table in program.tables])
-            for block, table in zip(self._tables, program.tables, strict=True):
-                if table.nbytes:
-                    context.driver.memcpy_htod(int(block), np.ascontiguousarray(table))
+            with context.stream() as own:  # whose work is done at the end
+                for block, table in zip(self._tables, program.tables, strict=True):
+                    if table.nbytes:
+                        context.driver.memcpy_htod_async(int(block), np.ascontiguousarray(table), own)
 
     @property
     def launches(self) -> Sequence[PlannedLaunch]:
@@ -50,18 +52,23 @@ class CudaExecutable:
         return tuple(self._program.planned)
 
     def __call__(self, tensors: Tensors, output: Any = None, timings: Timings | None = None) -> Any:
-        """Run once and wait; see :meth:`dispatcher.interface.Executable.__call__`.
+        """Run once; see :meth:`dispatcher.interface.Executable.__call__`.
 
         Tensors that expose ``__cuda_array_interface__`` are used in place; where any does, a new result stays
         on the device too, as a :class:`DeviceArray`. ``output`` may also expose the interface.
+
+        The work goes in the stream of the option ``stream``, or else in the one that ``output`` names, and is not
+        waited for where nothing but arrays on the device takes part in it. Without such a stream the call waits.
         """
-        operator = self._program.operator
-        on_device = interface_of(output) is not None or (
+        operator, target = self._program.operator, interface_of(output)
+        on_device = target is not None or (
             output is None and any(interface_of(tensor) is not None for tensor in tensors.values())
         )
         if operator.empty:
             return self._empty(output, on_device)
-        with self._context.active(), closing(_Call(self, timings)) as call, self._context.stream() as call.stream:
+        home = self._foreign_stream if self._foreign_stream is not None or target is None else target.get("stream")
+        call = _Call(self, output, home, timings)
+        with self._context.active(), closing(call), self._context.lane(home) as call.lane:
             return call.run(tensors, output, on_device)
 
     def _empty(self, output: Any, on_device: bool) -> Any:
@@ -79,6 +86,10 @@ class CudaExecutable:
             packed = self._packed.get(number)
             if packed is None or not _same_bytes(packed[0], weight):
                 recipe = self._program.packed[number]
+                call.refuse_capture(
+                    f"weight {recipe.tensor} in host memory is packed at the first call with it; make that call before "
+                    "the capture"
+                )
                 size = recipe.elements * np.dtype(self._program.compute).itemsize
                 packed = weight.copy(), self._context.allocate([size])[0]
                 call.borrowed.append(packed[1])  # until nothing is written to it any more
@@ -86,6 +97,7 @@ class CudaExecutable:
                 call.stream.synchronize()
                 self._packed[number] = packed
             call.borrowed.append(packed[1])  # another thread may pack other weights meanwhile
+            call.kept.append(packed[1])
         return int(packed[1])
 
 
@@ -108,24 +120,45 @@ def _c_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize:
 class _Call:
     """One call: the memory it borrowed and the kernels in flight."""
 
-    stream: Any
+    lane: Lane
 
-    def __init__(self, executable: CudaExecutable, timings: Timings | None) -> None:
+    def __init__(self, executable: CudaExecutable, output: Any, home: int | None, timings: Timings | None) -> None:
         self.executable, self.timings = executable, timings
         self.context = executable._context
         self.driver = self.context.driver
         self.program = executable._program
-        self.borrowed: list[Block] = []
+        self.memory = getattr(output, _MEMORY, None)  # of a library that knows of streams and captures
+        self.borrowed: list[Any] = []
+        self.kept: list[Any] = [executable]  # as long as the work needs it
+        self.home, self.joined = home, {home}  # the stream that it belongs in, and those that were waited for
         self.in_flight: list[str] = []
         self.events: list[tuple[str, Any, Any]] = []
 
+    @property
+    def stream(self) -> Any:
+        """PyCUDA's stream for all of the call."""
+        return self.lane.stream
+
     def close(self) -> None:
-        """Give borrowed memory back; nothing is in flight any more."""
+        """Give borrowed memory back; what is in flight still comes before what uses it next."""
         self.borrowed.clear()
+
+    def refuse_capture(self, reason: str) -> None:
+        """Refuse to become part of a CUDA graph.
+
+        Raises:
+            InputError: the call is in a capture.
+        """
+        if self.lane.capture:
+            raise InputError(f"the call cannot become part of a CUDA graph: {reason}")
 
     def borrow(self, *sizes: int) -> list[int]:
         """Addresses of device memory for this call."""
-        blocks = self.context.allocate(sizes)
+        if self.memory is not None:
+            taken = [self.memory(size) for size in sizes]
+            self.borrowed += taken
+            return [address for _, address in taken]
+        blocks = self.context.allocate(sizes, self.lane.free)
         self.borrowed += blocks
         return [int(block) for block in blocks]
 
@@ -182,11 +215,15 @@ class _Call:
         operator, program = self.program.operator, self.program
         dtype = np.dtype(operator.dtype)
         result_bytes = math.prod(operator.output_shape) * dtype.itemsize
-        if self.executable._foreign_stream is not None:
-            self.context.wait_for(self.stream, self.executable._foreign_stream)
         start = self.event()
         hosts = {name: tensor for name, tensor in tensors.items() if interface_of(tensor) is None}
         uploads = {name: tensor for name, tensor in hosts.items() if self._is_read(name)}
+        waits = self.home is None or bool(uploads) or not on_device or self.timings is not None
+        if waits:
+            self.refuse_capture(
+                f"{next(iter(uploads))} lies in host memory; give it on the device" if uploads
+                else "its result goes to host memory" if not on_device else "its times are wanted"
+            )  # fmt: skip
         sizes = [tensor.nbytes for tensor in uploads.values()]
         values = [program.value_bytes(index) for index in program.values]
         target = self._output_address(output) if output is not None and on_device else None
@@ -216,9 +253,13 @@ class _Call:
         for launch in program.launches:
             self.launch(launch, addresses)
         after = self.event()
-        result = self._result(output, on_device, target, result_bytes)
+        maker = None if waits or self.lane.capture else self.lane  # what a graph makes is there after a replay
+        result = self._result(output, on_device, target, result_bytes, maker)
         done = self.event()
-        self._finish()
+        if waits:
+            self._finish()
+        else:
+            self._go_on(tensors, output)
         if self.timings is not None:
             self.timings.upload_s = 1e-3 * uploaded.time_since(start)
             self.timings.kernel_s = 1e-3 * after.time_since(before)
@@ -239,12 +280,21 @@ class _Call:
             names = ", ".join(dict.fromkeys(self.in_flight))
             raise self.context.failure(f"kernel {names}", error) from error
 
-    def _result(self, output: Any, on_device: bool, target: int, size: int) -> Any:
+    def _go_on(self, tensors: Tensors, output: Any) -> None:
+        """Return before the work is done."""
+        if not self.lane.capture:  # what a graph reads and writes is its maker's business
+            self.kept += [each for each in (*tensors.values(), output) if not hasattr(each, _MEMORY)]
+        self.context.keep(self.lane, *self.kept)
+        named = (interface_of(output) or {}).get("stream", self.home)  # where others look for the result
+        if named not in (None, self.home) and self.context.capture(named) == self.lane.capture:
+            self.context.order(self.stream.handle, named)
+
+    def _result(self, output: Any, on_device: bool, target: int, size: int, lane: Lane | None) -> Any:
         operator = self.program.operator
         dtype = np.dtype(operator.dtype)
         if on_device and output is None:
             block = next(block for block in self.borrowed if int(block) == target)
-            return DeviceArray(self.context, operator.output_shape, dtype, block)
+            return DeviceArray(self.context, operator.output_shape, dtype, block, lane)
         if on_device:
             wanted = interface_of(output)
             assert wanted is not None
@@ -271,8 +321,10 @@ class _Call:
         device = device_of(address) if self.driver.Device.count() > 1 else None
         if device is not None and device != self.context.index:
             raise InputError(f"{name} is on cuda:{device}; expected cuda:{self.context.index}, or a host array")
-        if interface.get("stream") is not None:
-            self.context.wait_for(self.stream, int(interface["stream"]))
+        stream = interface.get("stream")
+        if stream is not None and stream not in self.joined:
+            self.context.join(self.lane, int(stream))
+            self.joined.add(stream)
         return address
 
     def _in_place(self, name: str, tensor: Any) -> int:

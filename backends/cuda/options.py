@@ -92,7 +92,7 @@ class Request:
     Attributes:
         options: for the lowering.
         tuned: may what was tuned on the device decide? Only where nothing is fixed.
-        stream: a ``cudaStream_t`` whose work each call waits for, or None.
+        stream: the ``cudaStream_t`` that the work of each call goes in, or None.
     """
 
     options: Options
@@ -119,10 +119,30 @@ def parse(options: Mapping[str, Any]) -> Request:
     if not (tuned is None or (isinstance(tuned, str) and tuned == "ignore")):
         raise InputError(f"tuned is {brief(tuned)}; expected ignore")
     stream = options.get("stream")
-    if stream is not None and (type(stream) is not int or stream < 0):
-        raise InputError(f"stream is {brief(stream)}; expected a cudaStream_t as an integer")
+    if stream is not None:
+        stream = _stream_handle(stream)
     chosen = Options(algorithm, _tiles(options.get("tile")), prologue)
     return Request(chosen, tuned is None and chosen == Options(), stream)
+
+
+def _stream_handle(stream: Any) -> int:
+    """The ``cudaStream_t`` of a stream of whatever library.
+
+    Raises:
+        InputError: it is none.
+    """
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        _, handle = protocol() if callable(protocol) else protocol
+    else:  # of PyTorch, PyCUDA, CuPy
+        found = (getattr(stream, name, None) for name in ("cuda_stream", "handle", "ptr"))
+        handle = next((value for value in found if value is not None), stream)
+    if type(handle) is not int or handle < 0:
+        raise InputError(
+            f"stream is {brief(stream)}; expected a cudaStream_t as an integer, or a stream of PyTorch, PyCUDA, CuPy "
+            "or another library with __cuda_stream__"
+        )
+    return handle
 
 
 def tile_text(tiles: tuple[TileChoice | None, ...]) -> str:

@@ -16,7 +16,16 @@ import numpy as np
 
 from dispatcher.call import tracing
 from dispatcher.call.explanation import Explanation, explain_choice
-from dispatcher.call.handover import Target, bare, checked_result, dtype_name, in_kind_of, takes_device_arrays, to_host
+from dispatcher.call.handover import (
+    Target,
+    bare,
+    checked_result,
+    dtype_name,
+    in_kind_of,
+    new_output,
+    takes_device_arrays,
+    to_host,
+)
 from dispatcher.device.machine import check_host_memory
 from dispatcher.device.selection import (
     Choice,
@@ -486,6 +495,8 @@ class CompiledOperator(Shown):
     def _execute(self, program: _Program, tensors: Mapping[str, Any], output: Any, timings: Timings | None) -> Any:
         """:meth:`_run` between arrays of other libraries: theirs come in, and theirs goes out."""
         bound = self._bound.tensors
+        if output is None:
+            output = new_output(bound, tensors, program.choice, program.operator)
         if output is None:
             result = self._run(program, tensors, None, timings)
             return in_kind_of(bound, tensors, program.choice, result)

@@ -64,17 +64,30 @@ class Target:
         return self._output
 
 
+def new_output(bound: Mapping[str, Any], tensors: Mapping[str, Any], choice: Choice, operator: Operator) -> Any:
+    """A new tensor of PyTorch for a result that is to become one on a CUDA device; None for other results."""
+    if not takes_device_arrays(choice) or not _answers_in_torch(bound, tensors):
+        return None
+    views = (bare(tensor) for tensor in (*tensors.values(), *bound.values()))
+    view = next((view for view in views if isinstance(view, torchtensors.DeviceView)), None)
+    return None if view is None else torchtensors.new_output(view, operator.output_shape, operator.dtype)
+
+
+def _answers_in_torch(bound: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
+    deciding = tensors if tensors else bound
+    return any(type(tensor) is TensorArgument and tensor.of_torch for tensor in deciding.values())
+
+
 def in_kind_of(bound: Mapping[str, Any], tensors: Mapping[str, Any], choice: Choice, result: Any) -> Any:
     """A new result as an array of the library that the tensors of a call are of, or those bound where it has none.
 
     An array of PyOpenCL belongs to the context of whoever made it: the result is one where the device that ran has such
     an array among the tensors.
     """
-    given = [tensor for tensor in tensors.values() if type(tensor) is TensorArgument]
-    if any(tensor.of_torch for tensor in (given if tensors else bound.values())):
+    if _answers_in_torch(bound, tensors):
         return torchtensors.tensor_of(result)
-    for tensor in (*bound.values(), *given):
-        if tensor.on_device and on_opencl(tensor.array):
+    for tensor in (*bound.values(), *tensors.values()):
+        if type(tensor) is TensorArgument and tensor.on_device and on_opencl(tensor.array):
             owns = getattr(choice.backend, "owns", None)
             is_here = owns is not None and owns(choice.device, tensor.array)
             return in_kind(result, tensor.array) if is_here else result

@@ -144,7 +144,16 @@ def take(name: str, value: Any) -> TakenArray:
     strides = tuple(size * step for step in tensor.strides[: tensor.ndim]) if tensor.strides else None
     _set_name(handed, _TAKEN_NAME)
     place = ((tensor.data or 0) + tensor.byte_offset, False)
-    result = TakenArray({"shape": shape, "typestr": known[kind], "data": place, "strides": strides, "version": 3})
+    result = TakenArray(
+        {
+            "shape": shape,
+            "typestr": known[kind],
+            "data": place,
+            "strides": strides,
+            "version": 3,
+            "stream": _LEGACY_DEFAULT_STREAM,
+        }
+    )
     weakref.finalize(result, _give_back, address)
     return result
 

@@ -126,25 +126,39 @@ def _refuse_without_data(name: str, tensor: Any) -> None:
 
 
 class DeviceView:
-    """A tensor on a CUDA device in the form that the CUDA backend reads, and the stream that its users work on."""
+    """A tensor on a CUDA device in the form that the CUDA backend reads, in whatever stream is current then."""
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
         self.tensor, self.dtype = tensor, dtype
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
         torch: Any = sys.modules["torch"]
-        size = tensor.element_size()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "strides": tuple(size * step for step in tensor.stride()),
-            "typestr": dtype.str if dtype.kind == "f" else dtype.name,
-            "data": (tensor.data_ptr(), False),
+        stream, size = torch.cuda.current_stream(self.tensor.device), self.tensor.element_size()
+        self.tensor.record_stream(stream)  # its memory may be of another one, and is kept until this one has passed
+        return {
+            "shape": tuple(self.tensor.shape),
+            "strides": tuple(size * step for step in self.tensor.stride()),
+            "typestr": self.dtype.str if self.dtype.kind == "f" else self.dtype.name,
+            "data": (self.tensor.data_ptr(), False),
             "version": 3,
             # The interface calls the default stream 1, PyTorch 0.
-            "stream": torch.cuda.current_stream(tensor.device).cuda_stream or 1,
+            "stream": stream.cuda_stream or 1,
         }
 
+    def memory_in_stream(self, size: int) -> tuple[Any, int]:
+        """PyTorch's memory for work in the current stream, ``size`` bytes as long as the first of the two lives, and
+        its address. In a capture it belongs to the graph."""
+        torch: Any = sys.modules["torch"]
+        taken = torch.empty(max(1, size), dtype=torch.uint8, device=self.tensor.device)
+        return taken, taken.data_ptr()
+
     def copied(self) -> DeviceView:
-        """A copy of the tensor, on its device."""
-        return DeviceView(self.tensor.clone(), self.dtype)
+        """A copy of the tensor, on its device, complete for every stream."""
+        torch: Any = sys.modules["torch"]
+        copy = DeviceView(self.tensor.clone(), self.dtype)
+        torch.cuda.current_stream(self.tensor.device).synchronize()
+        return copy
 
 
 def device_view(name: str, tensor: Any) -> DeviceView:
@@ -160,6 +174,11 @@ def device_view(name: str, tensor: Any) -> DeviceView:
         wanted = ", ".join(f"torch.{each}" for each in DTYPES)
         raise DtypeError(f"tensor {name} has dtype {tensor.dtype} on {tensor.device}; expected {wanted}")
     return DeviceView(tensor.detach().resolve_neg(), storage_dtype(kind))
+
+
+def new_output(view: DeviceView, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new tensor beside another one on a CUDA device, for a result."""
+    return view.tensor.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
 
 
 def tensor_of(array: Any) -> Any:

@@ -114,6 +114,7 @@ def emulate(
     mma: Literal["rn", "rz"] | None = None,
     threads: int | None = None,
     blocks: slice | None = None,
+    streams: Literal["eager", "late"] | int | None = None,
 ) -> Iterator[None]:
     """Changes what the simulator emulates, for the length of a `with` block. None leaves a setting as it is.
 
@@ -134,6 +135,8 @@ def emulate(
         async_copy: Whether cp.async copies at its wait ("late", the default) or at once ("eager").
         mma: Whether tensor-core sums are rounded ("rn", the default) or truncated as on real ones ("rz").
         threads: How many OS threads run a launch's blocks; as many as there are CPUs by default.
+        streams: When work in streams runs: at once ("eager", the default); only when somebody waits for it, and nothing
+            else before ("late"); or then together with any other work that may run, by this seed for the choice.
         blocks: Run only these of each launch's blocks, such as slice(-8, None) for the last eight; all by default.
     """
     wanted = {
@@ -147,6 +150,7 @@ def emulate(
         "ASYNC_COPY": async_copy,
         "MMA": mma,
         "THREADS": threads,
+        "STREAMS": streams,
         "BLOCKS": blocks and ":".join("" if n is None else str(n) for n in (blocks.start, blocks.stop)),
     }
     changes = {f"{SWITCH}_{name}": str(value) for name, value in wanted.items() if value is not None}

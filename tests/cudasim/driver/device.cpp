@@ -1,6 +1,7 @@
 // Settings, devices, contexts and error texts.
 #include "driver.h"
 
+#include <ctype.h>
 #include <cudaProfiler.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -64,6 +65,11 @@ void chosen_blocks(uint64_t blocks, uint64_t &first, uint64_t &end) {
 bool reverse_schedule() { return setting_is("DISPATCHER_CUDA_SIM_SCHEDULE", "reverse"); }
 bool eager_copies() { return setting_is("DISPATCHER_CUDA_SIM_ASYNC_COPY", "eager"); }
 bool truncating_mma() { return setting_is("DISPATCHER_CUDA_SIM_MMA", "rz"); }
+bool eager_streams() { return !strcmp(setting("DISPATCHER_CUDA_SIM_STREAMS", "eager"), "eager"); }
+int stream_seed() {
+    const char *text = setting("DISPATCHER_CUDA_SIM_STREAMS", "eager");
+    return isdigit(*text) ? atoi(text) : -1;
+}
 
 // DISPATCHER_CUDA_SIM_ARCH holds "8.9", or one such item per device, "8.9,7.5"; the last one stands for the rest.
 const Architecture *architecture(int device) {
@@ -90,6 +96,7 @@ CUresult fail(CUresult error, const std::string &detail) {
 
 static void drop_reference(CUcontext context) {
     if (--context->references) return;
+    finish_all();
     free_allocations_of(context);
     context->alive = false;
     if (!context_stack.empty() && context_stack.back() == context) context_stack.pop_back();
@@ -214,7 +221,6 @@ DRIVER_API cuCtxPopCurrent(CUcontext *context) {
 }
 DRIVER_API cuCtxGetCurrent(CUcontext *context) { NEED_CONTEXT(); *context = current_context(); return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetDevice(CUdevice *device) { NEED_CONTEXT(); *device = current_context()->device; return CUDA_SUCCESS; }
-DRIVER_API cuCtxSynchronize() { NEED_CONTEXT(); return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetApiVersion(CUcontext, unsigned *version) { *version = 3020; return CUDA_SUCCESS; }
 DRIVER_API cuCtxGetLimit(size_t *value, CUlimit) { NEED_CONTEXT(); *value = 1024; return CUDA_SUCCESS; }
 DRIVER_API cuCtxSetLimit(CUlimit, size_t) { NEED_CONTEXT(); return CUDA_SUCCESS; }
@@ -261,6 +267,14 @@ static const char *error_name(CUresult error) {
         case CUDA_ERROR_ILLEGAL_ADDRESS: return "an illegal memory access was encountered";
         case CUDA_ERROR_MISALIGNED_ADDRESS: return "misaligned address";
         case CUDA_ERROR_LAUNCH_FAILED: return "unspecified launch failure";
+        case CUDA_ERROR_NOT_READY: return "device not ready";
+        case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: return "operation not permitted when stream is capturing";
+        case CUDA_ERROR_STREAM_CAPTURE_INVALIDATED: return "operation failed due to a previous error during capture";
+        case CUDA_ERROR_STREAM_CAPTURE_MERGE: return "operation would result in a merge of separate capture sequences";
+        case CUDA_ERROR_STREAM_CAPTURE_UNJOINED: return "capturing stream has unjoined work";
+        case CUDA_ERROR_STREAM_CAPTURE_ISOLATION: return "dependency created on uncaptured work in another stream";
+        case CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: return "operation would make the legacy stream depend on a capturing blocking stream";
+        case CUDA_ERROR_CAPTURED_EVENT: return "operation not permitted on an event last recorded in a capturing stream";
         case CUDA_ERROR_NOT_SUPPORTED: return "operation not supported (by the CUDA simulator)";
         default: return nullptr;
     }

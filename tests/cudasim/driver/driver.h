@@ -2,7 +2,9 @@
 #pragma once
 #include <cuda.h>
 
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -43,6 +45,8 @@ void chosen_blocks(uint64_t blocks, uint64_t &first, uint64_t &end);  // which o
 bool reverse_schedule();
 bool eager_copies();
 bool truncating_mma();
+bool eager_streams();
+int stream_seed();  // -1: operations are not drawn at random
 
 // Guards all state. Launches hold it, so they run one at a time.
 extern std::recursive_mutex mutex;
@@ -53,6 +57,15 @@ CUcontext current_context();  // null: none, or a destroyed one
 
 // Records what cuGetErrorString adds to the text of `error`, prints it to stderr, and returns `error`.
 CUresult fail(CUresult error, const std::string &detail);
+
+// What an operation in a stream does when its turn comes, once or at each launch of a graph.
+using Work = std::function<CUresult()>;
+CUresult enqueue(CUstream stream, Work work);
+CUresult finish_stream(CUstream stream);  // runs what is in it; returns the first error
+CUresult finish_all();
+bool anything_pending();
+bool is_capturing(CUstream stream);
+CUresult unsafe_in_capture(const char *what);  // refuses calls that a capture under way forbids this thread
 
 void free_allocations_of(CUcontext context);
 void add_device_variables(const char *begin, const char *end);
@@ -67,3 +80,4 @@ void protect_other_devices(int device, bool protect);
 #define NEED_INIT() RETURN_UNLESS(driver::initialized(), CUDA_ERROR_NOT_INITIALIZED)
 #define NEED_CONTEXT() NEED_INIT(); RETURN_UNLESS(driver::current_context(), CUDA_ERROR_INVALID_CONTEXT)
 #define NEED_DEVICE(d) NEED_INIT(); RETURN_UNLESS((d) >= 0 && (d) < driver::device_count(), CUDA_ERROR_INVALID_DEVICE)
+#define NEED_SAFE(what) do { if (CUresult error = driver::unsafe_in_capture(what)) return error; } while (0)

@@ -1,4 +1,4 @@
-// Device and pinned host memory, copies and fills. All of it is host memory; copies happen at once.
+// Device and pinned host memory, copies and fills. All of it is host memory; copies and fills are work in streams.
 //
 // An allocation starts out as poison, 0xff bytes (NaN) by default, and lies between two inaccessible ranges, its end
 // (rounded up to the alignment) right before the second. The gaps that alignment leaves hold poison too, which is checked
@@ -71,6 +71,7 @@ static bool fill_with_poison(char *begin, char *end, unsigned char poison) {
 
 static CUresult allocate(void **address, size_t bytes, bool on_host) {
     if (!bytes) return CUDA_ERROR_INVALID_VALUE;
+    NEED_SAFE("an allocation");
     Lock lock(mutex);
     CUcontext owner = current_context();
     if (!on_host && bytes > memory_bytes() - std::min(memory_bytes(), used_bytes[owner->device]))
@@ -94,12 +95,19 @@ static CUresult allocate(void **address, size_t bytes, bool on_host) {
     return CUDA_SUCCESS;
 }
 
+// While work is pending, which may be about to use it, the address space stays, inaccessible.
 static void release(const Allocation &allocation) {
+    static std::vector<Allocation> left;
     if (!allocation.on_host) used_bytes[allocation.owner->device] -= allocation.bytes;
-    munmap(allocation.mapping, allocation.mapping_bytes);
+    mprotect(allocation.mapping, allocation.mapping_bytes, PROT_NONE);
+    left.push_back(allocation);
+    if (anything_pending()) return;
+    for (const Allocation &old : left) munmap(old.mapping, old.mapping_bytes);
+    left.clear();
 }
 
 static CUresult deallocate(uintptr_t address, bool on_host) {
+    NEED_SAFE("giving memory back");
     Lock lock(mutex);
     auto found = allocations.find(address);
     if (found == allocations.end() || found->second.on_host != on_host) return CUDA_ERROR_INVALID_VALUE;
@@ -177,11 +185,58 @@ void protect_other_devices(int device, bool protect) {
     }
 }
 
-template <class T> static CUresult fill(CUdeviceptr destination, T value, size_t count) {
+static CUresult gone(const char *what) {
+    return fail(CUDA_ERROR_ILLEGAL_ADDRESS, std::string(what) + " of memory that was given back before its turn came");
+}
+
+static bool is_pinned(const void *address) {
+    Lock lock(mutex);
+    const Allocation *allocation = allocation_before(reinterpret_cast<uintptr_t>(address));
+    return allocation && allocation->on_host && address < allocation->end();
+}
+
+template <class T> static CUresult fill(CUdeviceptr destination, T value, size_t count, CUstream stream = nullptr) {
     NEED_CONTEXT();
     if (!is_device_memory(destination, count * sizeof value)) return CUDA_ERROR_INVALID_VALUE;
-    std::fill_n(reinterpret_cast<T *>(destination), count, value);
-    return CUDA_SUCCESS;
+    return enqueue(stream, [=] {
+        if (!is_device_memory(destination, count * sizeof value)) return gone("a fill");
+        std::fill_n(reinterpret_cast<T *>(destination), count, value);
+        return CUDA_SUCCESS;
+    });
+}
+
+// From memory of the host that is not pinned, a copy reads at once; in a graph, whenever that is launched.
+static CUresult to_device(CUdeviceptr destination, const void *source, size_t bytes, CUstream stream) {
+    NEED_CONTEXT();
+    if (!is_device_memory(destination, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    std::shared_ptr<std::string> staged;
+    if (!is_pinned(source) && !is_capturing(stream))
+        staged = std::make_shared<std::string>(static_cast<const char *>(source), bytes);
+    return enqueue(stream, [=] {
+        if (!is_device_memory(destination, bytes)) return gone("a copy");
+        memcpy(reinterpret_cast<void *>(destination), staged ? staged->data() : source, bytes);
+        return CUDA_SUCCESS;
+    });
+}
+
+static CUresult to_host(void *destination, CUdeviceptr source, size_t bytes, CUstream stream) {
+    NEED_CONTEXT();
+    if (!is_device_memory(source, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    return enqueue(stream, [=] {
+        if (!is_device_memory(source, bytes)) return gone("a copy");
+        memcpy(destination, reinterpret_cast<void *>(source), bytes);
+        return CUDA_SUCCESS;
+    });
+}
+
+static CUresult on_device(CUdeviceptr destination, CUdeviceptr source, size_t bytes, CUstream stream) {
+    NEED_CONTEXT();
+    if (!is_device_memory(destination, bytes) || !is_device_memory(source, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    return enqueue(stream, [=] {
+        if (!is_device_memory(destination, bytes) || !is_device_memory(source, bytes)) return gone("a copy");
+        memmove(reinterpret_cast<void *>(destination), reinterpret_cast<void *>(source), bytes);
+        return CUDA_SUCCESS;
+    });
 }
 
 }  // namespace driver
@@ -227,30 +282,23 @@ DRIVER_API cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUd
     *static_cast<int *>(value) = allocation->owner->device;
     return CUDA_SUCCESS;
 }
-DRIVER_API cuMemcpyHtoD(CUdeviceptr destination, const void *source, size_t bytes) {
-    NEED_CONTEXT();
-    if (!is_device_memory(destination, bytes)) return CUDA_ERROR_INVALID_VALUE;
-    memcpy(reinterpret_cast<void *>(destination), source, bytes);
-    return CUDA_SUCCESS;
+DRIVER_API cuMemcpyHtoD(CUdeviceptr d, const void *s, size_t n) {
+    NEED_SAFE("cuMemcpyHtoD");
+    CUresult error = to_device(d, s, n, nullptr);
+    return error || !is_pinned(s) ? error : finish_stream(nullptr);
 }
-DRIVER_API cuMemcpyDtoH(void *destination, CUdeviceptr source, size_t bytes) {
-    NEED_CONTEXT();
-    if (!is_device_memory(source, bytes)) return CUDA_ERROR_INVALID_VALUE;
-    memcpy(destination, reinterpret_cast<void *>(source), bytes);
-    return CUDA_SUCCESS;
+DRIVER_API cuMemcpyDtoH(void *d, CUdeviceptr s, size_t n) {
+    NEED_SAFE("cuMemcpyDtoH");
+    CUresult error = to_host(d, s, n, nullptr);
+    return error ? error : finish_stream(nullptr);
 }
-DRIVER_API cuMemcpyDtoD(CUdeviceptr destination, CUdeviceptr source, size_t bytes) {
-    NEED_CONTEXT();
-    if (!is_device_memory(destination, bytes) || !is_device_memory(source, bytes)) return CUDA_ERROR_INVALID_VALUE;
-    memmove(reinterpret_cast<void *>(destination), reinterpret_cast<void *>(source), bytes);
-    return CUDA_SUCCESS;
-}
-DRIVER_API cuMemcpyHtoDAsync(CUdeviceptr d, const void *s, size_t n, CUstream) { return cuMemcpyHtoD(d, s, n); }
-DRIVER_API cuMemcpyDtoHAsync(void *d, CUdeviceptr s, size_t n, CUstream) { return cuMemcpyDtoH(d, s, n); }
-DRIVER_API cuMemcpyDtoDAsync(CUdeviceptr d, CUdeviceptr s, size_t n, CUstream) { return cuMemcpyDtoD(d, s, n); }
+DRIVER_API cuMemcpyDtoD(CUdeviceptr d, CUdeviceptr s, size_t n) { return on_device(d, s, n, nullptr); }
+DRIVER_API cuMemcpyHtoDAsync(CUdeviceptr d, const void *s, size_t n, CUstream stream) { return to_device(d, s, n, stream); }
+DRIVER_API cuMemcpyDtoHAsync(void *d, CUdeviceptr s, size_t n, CUstream stream) { return to_host(d, s, n, stream); }
+DRIVER_API cuMemcpyDtoDAsync(CUdeviceptr d, CUdeviceptr s, size_t n, CUstream stream) { return on_device(d, s, n, stream); }
 DRIVER_API cuMemsetD8(CUdeviceptr d, unsigned char value, size_t n) { return fill(d, value, n); }
 DRIVER_API cuMemsetD16(CUdeviceptr d, unsigned short value, size_t n) { return fill(d, value, n); }
 DRIVER_API cuMemsetD32(CUdeviceptr d, unsigned value, size_t n) { return fill(d, value, n); }
-DRIVER_API cuMemsetD8Async(CUdeviceptr d, unsigned char value, size_t n, CUstream) { return fill(d, value, n); }
-DRIVER_API cuMemsetD16Async(CUdeviceptr d, unsigned short value, size_t n, CUstream) { return fill(d, value, n); }
-DRIVER_API cuMemsetD32Async(CUdeviceptr d, unsigned value, size_t n, CUstream) { return fill(d, value, n); }
+DRIVER_API cuMemsetD8Async(CUdeviceptr d, unsigned char value, size_t n, CUstream stream) { return fill(d, value, n, stream); }
+DRIVER_API cuMemsetD16Async(CUdeviceptr d, unsigned short value, size_t n, CUstream stream) { return fill(d, value, n, stream); }
+DRIVER_API cuMemsetD32Async(CUdeviceptr d, unsigned value, size_t n, CUstream stream) { return fill(d, value, n, stream); }

@@ -92,6 +92,7 @@ static bool runs_on(const cusim_abi::Module &contents, int capability) {
 // The image's length is not given; the section headers come last in a linked file.
 static CUresult load_image(CUmodule *result, const void *image) {
     NEED_CONTEXT();
+    NEED_SAFE("loading a module");
     Lock lock(mutex);
     Elf64_Ehdr header;
     memcpy(&header, image, sizeof header);
@@ -131,6 +132,7 @@ DRIVER_API cuModuleLoad(CUmodule *module, const char *path) {
 }
 DRIVER_API cuModuleUnload(CUmodule module) {
     Lock lock(mutex);
+    finish_all();
     remove_device_variables(module->contents().globals_begin);
     unload(module);
     return CUDA_SUCCESS;
@@ -310,26 +312,17 @@ static void read_packed_arguments(Launch &launch, void **extra) {
     if (!launch.packed) launch.packed = "";
 }
 
-DRIVER_API cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream, void **parameters,
-                          void **extra) {
-    NEED_CONTEXT();
-    if (!function) return CUDA_ERROR_INVALID_HANDLE;
+// Runs a launch; settings are those of now.
+static CUresult execute(CUfunction function, Launch launch) {
     CUmodule module = function->module;
     std::string kernel = std::string("kernel ") + module->contents().kernels[function->kernel].name + ": ";
-    if (module->context != current_context())
-        return fail(CUDA_ERROR_INVALID_CONTEXT, kernel + "its module belongs to another context");
-
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> stop{false};
-    Launch launch = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, parameters, nullptr, 0,
-                     reverse_schedule(), eager_copies(), truncating_mma(), 0, 0, &next_block, &stop, {}, ""};
-    if (extra) read_packed_arguments(launch, extra);
-    std::string excess = check_limits(function, launch);
-    if (!excess.empty()) return fail(CUDA_ERROR_INVALID_VALUE, kernel + excess);
+    launch.next_block = &next_block, launch.stop = &stop;
+    launch.reverse = reverse_schedule(), launch.eager_copies = eager_copies(), launch.truncating_mma = truncating_mma();
 
     Lock lock(mutex);
-    chosen_blocks(uint64_t(grid_x) * grid_y * grid_z, launch.first_block, launch.end_block);
+    chosen_blocks(uint64_t(launch.grid[0]) * launch.grid[1] * launch.grid[2], launch.first_block, launch.end_block);
     uint64_t blocks = launch.end_block - launch.first_block;
     if (!blocks) return CUDA_SUCCESS;
     size_t workers = module->has_device_variables() ? 1 : size_t(std::min<uint64_t>({worker_limit(), blocks, MAX_WORKERS}));
@@ -357,4 +350,28 @@ DRIVER_API cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
     std::string stray = find_stray_write();
     if (!stray.empty()) return fail(CUDA_ERROR_ILLEGAL_ADDRESS, kernel + stray);
     return CUDA_SUCCESS;
+}
+
+DRIVER_API cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                          unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters,
+                          void **extra) {
+    NEED_CONTEXT();
+    if (!function) return CUDA_ERROR_INVALID_HANDLE;
+    std::string kernel = std::string("kernel ") + function->module->contents().kernels[function->kernel].name + ": ";
+    if (function->module->context != current_context())
+        return fail(CUDA_ERROR_INVALID_CONTEXT, kernel + "its module belongs to another context");
+
+    Launch launch = {};
+    launch = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, parameters};
+    if (extra) read_packed_arguments(launch, extra);
+    std::string excess = check_limits(function, launch);
+    if (!excess.empty()) return fail(CUDA_ERROR_INVALID_VALUE, kernel + excess);
+    if (parameters) {  // how large they are is not known here, so that they cannot be kept
+        CUresult error = is_capturing(stream) ? CUDA_ERROR_NOT_SUPPORTED : finish_stream(stream);
+        return error ? error : execute(function, launch);
+    }
+    return enqueue(stream, [function, launch, packed = std::string(launch.packed, launch.packed_bytes)]() mutable {
+        launch.packed = packed.data();
+        return execute(function, launch);
+    });
 }
