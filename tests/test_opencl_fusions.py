@@ -118,6 +118,13 @@ RESIDUALS = {
         stride=1,
         x=(2, 6, 4, 5, 17),
     ),
+    "to_an_earlier_value": Case(  # the steps read it, and their operand is what the convolution makes
+        [{"op": "add", "from": "start", "value": "c", "as": "sum"}, {"op": "maximum", "from": "start", "value": "sum"}],
+        ("gelu", f"{CONV} add maximum"),
+        before=[{"op": "gelu", "as": "start"}],
+        stride=1,
+        x=(2, 6, 4, 5, 17),
+    ),
     "riders_of_a_softmax": Case(
         [over("softmax", "height"), add("t"), times("c")], (CONV, "softmax add scale"), {"t": FULL}
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +15,13 @@ pytest.importorskip("pyopencl")
 
 from dispatcher.backends.opencl import lines, winograd
 from dispatcher.backends.opencl.classes import device_class as class_of
+from dispatcher.backends.opencl.implementations import choose, tasks_of
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
-from dispatcher.backends.opencl.runtime import Facts
+from dispatcher.backends.opencl.target import Facts, Limits, Target
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, imbalance, work
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from tests.strategies import operator_of
 
 FACTS = Facts(
     cpu=True,
@@ -104,6 +107,24 @@ def test_many_cores_get_smaller_boxes_where_items_are_few() -> None:
 def test_a_large_batch_gets_the_same_boxes_on_any_device() -> None:
     geometry = replace(GEOMETRIES["one_image"][0], batch=512)
     assert len({chosen(geometry, units).tile for units in UNITS}) == 1
+
+
+def test_a_geometry_is_ranked_once_however_often_a_network_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranking takes most of the time that a network takes to compile."""
+    ranked, calls = lines.ranked, Counter[Any]()
+
+    def count(geometry: ConvGeometry, *given: Any, **named: Any) -> Any:
+        calls[geometry, named["transformed"]] += 1
+        return ranked(geometry, *given, **named)
+
+    monkeypatch.setattr(lines, "ranked", count)
+    lines.best.cache_clear()
+    block = [{"op": "conv3d", "weight": "w", "padding": 1}, "instance_norm", "relu"]
+    operator = operator_of({"x": (1, 24, 16, 17, 18), "w": (24, 24, 3, 3, 3)}, 3 * block)
+    target = Target(FACTS, Limits(1024, 48 << 10, 32, 4), "a device that nothing was tuned on")
+    cores = {choose(task)[0].name for task in tasks_of(operator, target, Options(), []) if task.group.convolution}
+    assert cores == {"lines-winograd"}
+    assert list(calls.values()) == [1, 1]
 
 
 def test_the_kernel_says_that_it_has_vectors_of_its_own() -> None:

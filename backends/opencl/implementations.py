@@ -102,7 +102,7 @@ class Lines:
         geometry, window = group.convolution.geometry, None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
         vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
-        work = lines.ranked(geometry, window, facts, real, Options(), transformed=self.winograd)[0][0]
+        work, _ = lines.best(geometry, window, facts, real, Options(), transformed=self.winograd)
         return work + LINE_COST * vectors
 
     def lower(self, task: Task) -> Lowered:

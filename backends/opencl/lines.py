@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -90,6 +91,21 @@ def ranked(
     return others + found if CHANNELS_WORTHWHILE * others[0][0] < found[0][0] else found + others
 
 
+@lru_cache(maxsize=1024)
+def best(
+    geometry: ConvGeometry,
+    fold: Fold | None,
+    facts: Facts,
+    real: np.dtype[Any],
+    options: Options,
+    *,
+    transformed: bool,
+    whole_rows: bool = False,
+) -> tuple[float, Tile]:
+    """The first of :func:`ranked`. Networks have many convolutions of one geometry, each asked for several times."""
+    return ranked(geometry, fold, facts, real, options, transformed=transformed, whole_rows=whole_rows)[0]
+
+
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
     return APART if geometry.skips else winograd.no_transform(geometry)
@@ -116,23 +132,23 @@ def choose(
         known = tuned.recall(target.identity, geometry, fold, real.name)
         if known is not None:
             transformed = known[0].algorithm == "winograd"
-            tile = ranked(geometry, fold, facts, real, known[0], transformed=transformed, whole_rows=whole_rows)[0][1]
+            tile = best(geometry, fold, facts, real, known[0], transformed=transformed, whole_rows=whole_rows)[1]
             return tile, known[1]
-    direct_work, direct = ranked(geometry, fold, facts, real, options, transformed=False, whole_rows=whole_rows)[0]
+    direct_work, direct = best(geometry, fold, facts, real, options, transformed=False, whole_rows=whole_rows)
     if options.algorithm == "direct" or options.line == "channels":
         return direct, "asked for"
     reason = no_transform(geometry)
     if reason is not None:
         return direct, f"no Winograd transform: {reason}"
     if options.algorithm == "winograd":
-        return ranked(geometry, fold, facts, real, options, transformed=True)[0][1], "asked for"
+        return best(geometry, fold, facts, real, options, transformed=True)[1], "asked for"
     if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
     if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"
     if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):
         return direct, "too little work an image for Winograd to matter"
-    winograd_work, winograd_tile = ranked(geometry, fold, facts, real, options, transformed=True)[0]
+    winograd_work, winograd_tile = best(geometry, fold, facts, real, options, transformed=True)
     ratio = direct_work / winograd_work
     if ratio < WORTHWHILE:
         return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"

@@ -361,7 +361,12 @@ def pointwise(form: PointwiseForm, meaning: str, *fields: Field) -> Operation:
                             f"expected 1 or {wanted}, to broadcast to {binding.input_shape}"
                         )
             operands.append(operand)
-        binding.append(Pointwise(**binding.base(binding.input_shape), form=form, arguments=tuple(operands)))
+        base = binding.base(binding.input_shape)
+        latest = ValueOperand(len(binding.pipeline.values) - 1, binding.input_shape)
+        if form.commutes and operands == [latest]:  # what was made last is still at hand
+            operands = [ValueOperand(binding.source, binding.input_shape)]
+            base["source"] = latest.value
+        binding.append(Pointwise(**base, form=form, arguments=tuple(operands)))
 
     along = (ALONG,) if any(each.kind == "operand" for each in fields) else ()
     return Operation((*fields, *along), build, meaning)

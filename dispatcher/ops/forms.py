@@ -35,6 +35,7 @@ class PointwiseForm:
         exponential: built on an exponential, which overflows.
         saturates: makes one constant of all large values.
         integral: of integers it makes integers, exactly.
+        commutes: ``x`` and ``a`` may change places.
         role: what a tensor argument does to the size of values: a ``factor`` multiplies them.
         pole: the operand at whose zero the function is not continuous: ``x``, ``a`` or none.
         slope: bound on the size of the derivative by ``x`` and by each argument; None where the ends of an interval
@@ -54,6 +55,7 @@ class PointwiseForm:
     exponential: bool = False
     saturates: bool = False
     integral: bool = False
+    commutes: bool = False
     role: Literal["factor", "term"] = "term"
     pole: Literal["", "x", "a"] = ""
     slope: float | None = None

@@ -151,7 +151,17 @@ VOCABULARY: dict[str, Operation] = {
     ),
     # -- combining with an operand
     "add": pointwise(
-        PointwiseForm("add", "x + a", slope=1.0, arguments=1, cheap=True, integral=True, torch="torch.add", onnx="Add"),
+        PointwiseForm(
+            "add",
+            "x + a",
+            slope=1.0,
+            arguments=1,
+            cheap=True,
+            integral=True,
+            commutes=True,
+            torch="torch.add",
+            onnx="Add",
+        ),
         "in + value",
         Field("value", "operand", "what is added", True),
     ),
@@ -164,7 +174,15 @@ VOCABULARY: dict[str, Operation] = {
     ),
     "scale": pointwise(
         PointwiseForm(
-            "scale", "x * a", arguments=1, cheap=True, integral=True, role="factor", torch="torch.mul", onnx="Mul"
+            "scale",
+            "x * a",
+            arguments=1,
+            cheap=True,
+            integral=True,
+            commutes=True,
+            role="factor",
+            torch="torch.mul",
+            onnx="Mul",
         ),
         "in * by",
         Field("by", "operand", "the factor", True),
@@ -175,12 +193,12 @@ VOCABULARY: dict[str, Operation] = {
         Field("by", "operand", "the divisor", True),
     ),
     "maximum": pointwise(
-        PointwiseForm("maximum", "max_v(x, a)", arguments=1, cheap=True, integral=True, slope=1.0),
+        PointwiseForm("maximum", "max_v(x, a)", arguments=1, cheap=True, integral=True, commutes=True, slope=1.0),
         "the larger of in and value; NaN wins",
         Field("value", "operand", "the other one", True),
     ),
     "minimum": pointwise(
-        PointwiseForm("minimum", "min_v(x, a)", arguments=1, cheap=True, integral=True, slope=1.0),
+        PointwiseForm("minimum", "min_v(x, a)", arguments=1, cheap=True, integral=True, commutes=True, slope=1.0),
         "the smaller of in and value; NaN wins",
         Field("value", "operand", "the other one", True),
     ),

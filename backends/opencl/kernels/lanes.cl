@@ -40,15 +40,26 @@ static real_v first_lanes(const real_v value, const int count, const REAL fill) 
 #define ADD_LANES(a, b) ((a) + (b))
 OVER_LANES(max_of_lanes, LARGER)
 
-// The sum of all lanes, by halves, and of what each addition rounded off (Knuth's two-sum). For finite lanes only.
+// The sum of all lanes, by halves, and of what each addition rounded off (Knuth's two-sum). For finite lanes only. Halves are
+// vectors: with lanes summed up one by one, statistics of rows of four vectors took up to half of a convolution's time.
+#define ADD_HALVES(lanes, sum, v)                                                                  \
+  const PASTE(REAL, lanes) sum = v.lo + v.hi, sum##_second = sum - v.lo;                           \
+  const PASTE(REAL, lanes) sum##_lost =                                                            \
+      ((v.lo - (sum - sum##_second)) + (v.hi - sum##_second)) + (v##_lost.lo + v##_lost.hi);
 static REAL sum_of_lanes(const real_v v) {
-  REAL lanes[VEC], lost = R(0.0);
-  STORE_V(v, lanes);
-  for (int below = VEC / 2; below > 0; below /= 2)
-    for (int i = 0; i < below; i++) {
-      const REAL sum = lanes[i] + lanes[i + below], second = sum - lanes[i];
-      lost += (lanes[i] - (sum - second)) + (lanes[i + below] - second);
-      lanes[i] = sum;
-    }
-  return lanes[0] + lost;
+#if VEC == 1
+  return v;
+#else
+  const real_v v_lost = SPLAT(R(0.0));
+#if VEC == 16
+  ADD_HALVES(8, eight, v) ADD_HALVES(4, four, eight) ADD_HALVES(2, two, four) ADD_HALVES(, one, two)
+#elif VEC == 8
+  ADD_HALVES(4, four, v) ADD_HALVES(2, two, four) ADD_HALVES(, one, two)
+#elif VEC == 4
+  ADD_HALVES(2, two, v) ADD_HALVES(, one, two)
+#else
+  ADD_HALVES(, one, v)
+#endif
+  return one + one_lost;
+#endif
 }
