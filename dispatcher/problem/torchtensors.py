@@ -142,7 +142,7 @@ class DeviceView:
             "stream": torch.cuda.current_stream(tensor.device).cuda_stream or 1,
         }
 
-    def copied(self) -> DeviceView:
+    def copy(self) -> DeviceView:
         """A copy of the tensor, on its device."""
         return DeviceView(self.tensor.clone(), self.dtype)
 
