@@ -232,7 +232,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     if "--version" in arguments or "-V" in arguments:
         # Who keeps cubins tells compilers apart by this text; so it changes with everything that goes into one.
-        inputs = [*(SOURCES / "device").iterdir(), SOURCES / "abi.h", Path(__file__)]
+        folders = [SOURCES / "device", SOURCES / "runtime"]
+        inputs = [*(path for folder in folders for path in folder.iterdir()), SOURCES / "abi.h", Path(__file__)]
         print("nvcc: the stand-in of the CUDA simulator\nCuda compilation tools, release 13.0, V13.0.0")
         print(f"Build {content_hash(inputs, compiler_version())}")
         return 0
