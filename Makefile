@@ -8,8 +8,8 @@
 # make check-map  a Zarr array of 3 GB through `dispatcher map` in 1 GB of memory, interrupted, killed and resumed;
 #              MAP="--megabytes 500" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
-# make exports write every problem in every form: for CUDA compiled and run on the simulator, and compiled by nvcc from
-#              PyPI; for OpenCL run by a program of its own
+# make exports write every problem in every form: for CUDA compiled and run on the simulator, as in make test, and compiled
+#              by nvcc from PyPI; for OpenCL run by a program of its own
 # make docs    build the manual, into site/; warnings are errors
 # make bench   time every problem against PyTorch, ONNX Runtime and OpenVINO on the CPU, and print the table;
 #              BENCH="--full --table" passes options on, see bench/README.md

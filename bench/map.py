@@ -4,8 +4,9 @@
 
 The call is warm, and computes as many items as the file has. The mapping is all of it: compiling, reading,
 computing in chunks of the usual length, and writing, with .npy files and with Zarr arrays that are not
-compressed. They take turns. The results have to be equal, byte for byte. The files lie in ``--folder``, in the
-system's folder for temporary files if left out.
+compressed. ``steady`` leaves out what comes before its third chunk is done, as it matters for longer files. ``copy``
+has an operator that copies: it is what reading and writing allow on this machine. They take turns. The results have to
+be equal, byte for byte. The files lie in ``--folder``, in the system's folder for temporary files if left out.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -33,11 +38,33 @@ from dispatcher.device.splitting import batch_parameter
 from dispatcher.interface import Device
 from dispatcher.scale.mapping import map_files
 from dispatcher.scale.storage import make_array, read_items, write_items
+from dispatcher.scale.work import BatchPlan
 from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM, REPEATS = "map", 5
 PROBLEMS = ("conv2d-relu-biasadd", "conv2d-subtract-hardswish-maxpool-mish", "conv-transpose3d-max-max-sum")
 SUFFIXES = (".npy", ".zarr")
+WHOLE, STEADY, COPY = KINDS = ("", " steady", " copy")
+#: Chunks until those after them count as steady.
+SETTLED = 3
+
+
+class Copying:
+    """Stands for the operator of a plan, and copies, for each thread into memory that it has."""
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.shape, self.spare, self.kept = plan.operator.output_shape[1:], deque[np.ndarray](), threading.local()
+
+    def __call__(self, **tensors: np.ndarray) -> np.ndarray:
+        """A result that begins with the bytes of the input, or with some of them."""
+        (x,) = tensors.values()
+        result: np.ndarray = getattr(self.kept, "result", None)
+        if result is None or len(result) != len(x):
+            result = self.kept.result = np.empty((len(x), *self.shape), x.dtype)
+        for to, item in zip(result, x, strict=True):
+            size = min(to.size, item.size)
+            to.reshape(-1)[:size] = item.reshape(-1)[:size]
+        return result
 
 
 def remove(path: Path) -> None:
@@ -63,16 +90,24 @@ def measure(name: str, device: Device, run: Run, folder: Path) -> dict[str, Any]
         write_items(folder / f"x{suffix}", 0, x)
     expected = compiled(**{source: x})
 
-    def mapping(suffix: str) -> Callable[[], float]:
+    def mapping(suffix: str, kind: str) -> Callable[[], float]:
         def seconds() -> float:
-            remove(folder / f"y{suffix}")
+            target = folder / f"y{suffix if kind != COPY else COPY + suffix}"
+            remove(target)
+            done: list[tuple[float, float]] = []
             start = time.perf_counter()
-            map_files(operator.problem, folder / f"x{suffix}", folder / f"y{suffix}", given, device=device.id)
-            return time.perf_counter() - start
+            with patch.object(BatchPlan, "work", lambda plan, _: Copying(plan)) if kind == COPY else nullcontext():
+                map_files(operator.problem, folder / f"x{suffix}", target, given, device=device.id,
+                          progress=lambda share: done.append((time.perf_counter(), share)))  # fmt: skip
+            if kind != STEADY or len(done) == 1:
+                return time.perf_counter() - start
+            (begin, before), (end, share) = done[min(SETTLED, len(done) - 1) - 1], done[-1]
+            return (end - begin) / (share - before)
 
         return seconds
 
-    ways = {"call": timed(lambda: compiled(**{source: x}))} | {suffix: mapping(suffix) for suffix in SUFFIXES}
+    ways = {"call": timed(lambda: compiled(**{source: x}))}
+    ways |= {suffix + kind: mapping(suffix, kind) for suffix in SUFFIXES for kind in KINDS}
     sampling = sample_beside(run.probe, run.settings.quiet_limit, ways, run.settings.repeats)
     for way, reason in sampling.failures.items():
         raise SystemExit(f"map: {name}, {way}: {reason}")
@@ -90,10 +125,19 @@ def report_text(report: dict[str, Any]) -> str:
     for entry in report["entries"]:
         rates = {way: entry["items"] / result["median_s"] for way, result in entry["results"].items()}
         mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""
-        shares = [f"{mark}{rates[suffix]:.1f} ({100 * rates[suffix] / rates['call']:.0f} %)" for suffix in SUFFIXES]
+        shares = [
+            f"{mark}{rates[way]:.1f} ({100 * rates[way] / rates['call']:.0f} %)" for way in rates if way != "call"
+        ]
         first = (f"`{entry['problem']}`", entry["label"], str(entry["items"]), f"{entry['item_mb']:.1f}")
         rows.append([*first, f"{mark}{rates['call']:.1f}", *shares])
-    titles = ("problem", "device", "items", "MB each", "one call, items/s", *(f"map, {each}" for each in SUFFIXES))
+    titles = (
+        "problem",
+        "device",
+        "items",
+        "MB each",
+        "one call, items/s",
+        *(f"map, {suffix}{kind}" for suffix in SUFFIXES for kind in KINDS),
+    )
     results = [result for entry in report["entries"] for result in entry["results"].values()]
     return "\n".join([*common.markdown(titles, rows), "", common.drop_note(report, results)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fractions
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from dispatcher.problem.arguments import (
     shorthands,
     sort_arguments,
 )
-from dispatcher.problem.arrays import check_output, host_tensor
+from dispatcher.problem.arrays import check_output, host_tensor, snapshot, tensor_argument
 from dispatcher.problem.loader import load_problem
 from dispatcher.problem.operator import Operator
 from dispatcher.timing.racing import Rules
@@ -425,6 +426,20 @@ def test_an_output_that_overlaps_an_input_is_refused_before_anything_runs() -> N
     np.testing.assert_array_equal(store, np.arange(1200))
 
 
+def test_what_is_mapped_to_a_file_that_is_read_is_not_written_there(tmp_path: Path) -> None:
+    path, weights = tmp_path / "x.npy", {"kernel": np.ones((4, 1, 1, 1, 1), "f4"), "groups": 4}
+    np.save(path, np.arange(8, dtype=np.float32).reshape(2, 4, 1, 1, 1))
+    (tmp_path / "same.npy").symlink_to(path)
+    x, store = np.load(path, mmap_mode="r"), np.load(tmp_path / "same.npy", mmap_mode="r+")
+    with pytest.raises(InputError, match=r"output shares a place in '.*x.npy' with tensor input"):
+        run(input=x[1:], **weights, output=store[1:])
+    with pytest.raises(InputError, match=r"trace '.*same.npy' would replace '.*x.npy', which is read"):
+        run(input=x[1:], **weights, trace=tmp_path / "same.npy")
+    np.testing.assert_array_equal(np.load(path).ravel(), np.arange(8))
+    run(input=x[1:], **weights, output=store[:1])  # beside it
+    np.testing.assert_array_equal(np.load(path).ravel(), [4, 5, 6, 7, 4, 5, 6, 7])
+
+
 def test_a_result_never_shares_memory_with_an_input() -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1, 1)
     result = run(input=x, kernel=np.ones((4, 1, 1, 1, 1), "f4"), groups=4)
@@ -439,6 +454,17 @@ class DeviceArray:
         self.__cuda_array_interface__ = {
             "shape": shape, "typestr": typestr, "data": (address, False), "version": 3, **more,
         }  # fmt: skip
+
+
+def test_a_bound_array_on_a_device_is_copied_where_its_library_copies() -> None:
+    class Copying(DeviceArray):
+        def copy(self) -> DeviceArray:
+            return DeviceArray((2, 2), 3000)
+
+    kept = snapshot("x", tensor_argument("x", Copying((2, 2), 1000)))
+    assert kept.array.__cuda_array_interface__["data"] == (3000, False)
+    mute = DeviceArray((2, 2), 1000)
+    assert snapshot("x", tensor_argument("x", mute)).array is mute
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -722,11 +723,45 @@ def test_headings_are_bold_in_a_terminal_alone() -> None:
     assert "\x1b" not in spawn("problems", env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": "40"}).stdout
 
 
+def test_an_interrupt_while_modules_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *others: Any) -> None:
+            if name == "dispatcher.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which it changes
+    command = importlib.import_module("dispatcher.__main__")
+    monkeypatch.delitem(sys.modules, "dispatcher.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert command.main() == 130
+    assert capsys.readouterr() == ("", "error: interrupted\n")
+    assert f'\ndispatcher = "{command.__name__}:main"\n' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_a_table_in_a_pipe_is_as_wide_as_it_is(run: Any, install_backends: Install) -> None:
     reason = f"the library {'/a/long/folder' * 20}/libcuda.so.1 cannot be opened: {'so it is ' * 40}"
     install_backends(FakeBackend("cuda", unavailable=reason.strip()))
     for command in (["devices"], ["run", MAXMAX], ["explain", MAXMAX], ["doctor"]):
         assert reason.strip() in run(*command).out
+
+
+@pytest.mark.parametrize("columns", [24, 40])
+def test_a_narrow_terminal(run: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setattr(layout, "columns", lambda: columns)
+    for command in (
+        ["run", SOFTMAX, "--device", "numpy"],
+        ["explain", SOFTMAX, "--device", "numpy"],
+        ["show", SOFTMAX],
+    ):
+        for line in run(*command).out.splitlines():  # a word that is longer than a line stands alone
+            assert len(line) <= columns or len(line.split()) == 1, line
+
+
+def test_the_axes_are_those_of_the_problem(run: Any) -> None:
+    text = run("explain", "conv2d-relu-biasadd", "--device", "numpy").out
+    assert "TAPS H W" in text and re.search(r"^1 +3 3 +9 ", text, re.MULTILINE)
 
 
 def test_explain_is_narrow_but_for_reasons(run: Any) -> None:

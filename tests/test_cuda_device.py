@@ -77,6 +77,15 @@ def test_a_result_feeds_the_next_call(tensors: dict[str, np.ndarray]) -> None:
     x.free()
 
 
+def test_a_result_that_is_bound_is_copied(tensors: dict[str, np.ndarray]) -> None:
+    first = compiled(SMALL)({**tensors, "x": OnDevice(tensors["x"])})
+    kept = first.copy()
+    with kept._owner.active():
+        kept._owner.driver.memset_d8(first._pointer, 0, first.nbytes)
+    close(kept.get(), reference(SMALL, tensors))
+    assert not first.get().any()
+
+
 def _address(capsule: object) -> int:
     prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
     return prototype(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dltensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import subprocess
@@ -721,6 +722,20 @@ def test_rewriting() -> None:
     assert "unsigned char *raw = reinterpret_cast<unsigned char *>(cusim::dynamic_shared);" in text
     assert "static float s[N], t;" in text and "__global__" not in text
     assert "90, true" in module_table(kernels, "90a") and "&third" in module_table(kernels, "80")
+
+
+def test_kernels_have_the_names_of_their_namespaces() -> None:
+    kernel = "__global__ void {}() {{ if (1) {{}} }}"
+    text = f"namespace a {{ {kernel.format('k')} namespace {{ {kernel.format('l')} }} }} {kernel.format('m')}"
+    assert rewrite(text)[1] == ["a::k", "a::l", "m"]
+
+
+def test_options_of_the_host_compiler_are_passed_on(simulator: Activation, tmp_path: Path) -> None:
+    source, library = tmp_path / "host.cu", tmp_path / "host.so"
+    source.write_text('extern "C" int answer() { return ANSWER; }')
+    command = [simulator.nvcc, "-shared", "-arch=sm_80", "-Xcompiler", "-DANSWER=42", "-o", library, source]
+    subprocess.run(command, check=True)
+    assert ctypes.CDLL(str(library)).answer() == 42
 
 
 def test_real_cubins_are_refused(cuda: ModuleType, context: Any) -> None:

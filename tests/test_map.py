@@ -22,6 +22,7 @@ from dispatcher.errors import InputError, KernelError
 from dispatcher.problem.loader import load_problem
 from dispatcher.scale import mapping
 from dispatcher.scale.mapping import Mapped, map_files
+from dispatcher.scale.storage import read_items
 from tests import large_map
 
 PROBLEM = load_problem("conv2d-relu-biasadd")
@@ -122,6 +123,14 @@ def test_npy_files_of_any_layout_are_read(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "x.npy", np.asfortranarray(x) if dtype == "f4" else x.astype(dtype))
     map_files(TWICE, tmp_path / "x.npy", tmp_path / "y.npy", {}, device="numpy", chunk=2)
     np.testing.assert_array_equal(content(tmp_path / "y.npy"), 2 * x)
+
+
+def test_what_was_read_makes_room_for_what_comes_next(tmp_path: Path) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
+    np.save(tmp_path / "x.npy", x)
+    first = read_items(tmp_path / "x.npy", 0, 2)
+    assert read_items(tmp_path / "x.npy", 3, 5, first) is first
+    np.testing.assert_array_equal(first, x[3:5])
 
 
 def test_a_disk_that_is_full(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -555,6 +555,15 @@ class DeviceArray:
                 self._owner.driver.memcpy_dtoh(bits_of(result), self._pointer)
         return result
 
+    def copy(self) -> DeviceArray:
+        """A copy on the device."""
+        block = None
+        if self.nbytes:
+            with self._owner.active():
+                (block,) = self._owner.allocate([self.nbytes])
+                self._owner.driver.memcpy_dtod(int(block), self._pointer, self.nbytes)
+        return DeviceArray(self._owner, self.shape, self.dtype, block)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("an array on the device cannot become a NumPy array without a copy")

@@ -212,7 +212,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     final = group.output == len(group.operator.steps)
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
     stream = math.prod(shape) * real.itemsize > stays
-    kernel = f"conv_transpose3d_{'winograd' if tile.winograd else 'direct'}"
+    kernel = "conv_winograd" if tile.winograd else "conv_direct"
     text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
     items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))

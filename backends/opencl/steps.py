@@ -358,4 +358,4 @@ def gather_source(step: Convolution, riders: Sequence[Pointwise], real: str) -> 
     values["PARAMETERS"] = operands.parameters
     parts = (defines(values), tail_macro("TAIL", tail, "x"), section("conv_transpose3d_gather.cl"))
     text = kernel_text(real, 1, operands, *parts)
-    return StepSource("conv_transpose3d_gather", text, operands, math.prod(step.shape))
+    return StepSource("conv_gather", text, operands, math.prod(step.shape))

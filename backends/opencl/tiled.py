@@ -28,7 +28,7 @@ from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Convolution, Pointwise, Pool, Step
 
 SOURCE = "conv_transpose3d_tiled.cl"
-KERNEL = "conv_transpose3d_tiled"
+KERNEL = "conv_tiled"
 #: Words that a work-item's sums may take; what it folds takes as many again. LLVM then needs 83 to 132 registers for
 #: NVIDIA (sm_80) and 149 to 197 for AMD (gfx90a) and spills nothing; with 64 words two wavefronts fit AMD's units.
 SUM_WORDS = 32

@@ -38,12 +38,14 @@ from dispatcher.device.selection import (
 )
 from dispatcher.device.splitting import compile_within_memory, part_count
 from dispatcher.errors import DeviceMemoryError, DispatcherError, DtypeError, InputError
+from dispatcher.files import check_apart
 from dispatcher.interface import Device, Timings
 from dispatcher.problem import torchtensors
 from dispatcher.problem.arguments import IncompleteError, bind_arguments, check_options, describe_shape, sort_arguments
 from dispatcher.problem.arrays import (
     TensorArgument,
     host_tensor,
+    mapped_file,
     on_opencl,
     snapshot,
     tensor_argument,
@@ -104,7 +106,8 @@ def compile(
         dtype: ``float16``, ``bfloat16``, ``float32`` or ``float64``; without it, that of the tensors.
         options: tuning choices for the backend.
         **arguments: sizes, scalars, shorthands (``stride=2``) and tensors that are the same for every call.
-            Tensors are copied: what happens to the caller's array later makes no difference.
+            Tensors are copied: what happens to the caller's array later makes no difference, unless it lies on a
+            CUDA device and has no method ``copy``.
             :meth:`CompiledOperator.update` takes new ones.
 
     Returns:
@@ -155,8 +158,11 @@ def run(
     """
     if trace is not None and not isinstance(trace, str | os.PathLike):
         raise InputError(f"trace is {brief(trace)}; expected the path of a file to write")
+    loaded = load_problem(problem)
+    if trace is not None:
+        check_apart("trace", trace, filter(None, [loaded.path, *map(mapped_file, arguments.values())]))
     settings = Settings(device, devices, precision, case, dtype, options)
-    compiled = CompiledOperator(load_problem(problem), settings, eager=False)
+    compiled = CompiledOperator(loaded, settings, eager=False)
     with tracing.recording(trace):
         return compiled(output=output, **arguments)
 

@@ -8,6 +8,7 @@ tensors', or float32 when there are none.
 from __future__ import annotations
 
 import operator as python_operator
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -233,13 +234,13 @@ def host_tensor(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def snapshot(name: str, tensor: TensorArgument) -> TensorArgument:
-    """Tensor ``name``, which changes to the caller's array do not reach. Of those on a CUDA device, PyTorch's alone are
-    copied."""
-    if isinstance(tensor.array, torchtensors.DeviceView):
-        return replace(tensor, array=tensor.array.copied())
+    """Tensor ``name``, which changes to the caller's array do not reach. On a CUDA device its library copies it, by the
+    method ``copy``; one without it is used in place."""
     if on_opencl(tensor.array):
         return replace(tensor, array=in_kind(np.array(fetched(name, tensor.array), order="C"), tensor.array))
-    return tensor if tensor.on_device else replace(tensor, array=np.array(tensor.array, order="C"))
+    if tensor.on_device:
+        return replace(tensor, array=tensor.array.copy()) if hasattr(tensor.array, "copy") else tensor
+    return replace(tensor, array=np.array(tensor.array, order="C"))
 
 
 def check_output(
@@ -275,10 +276,33 @@ def check_output(
     ):
         if holds:
             raise InputError(f"{name} is {problem}; {wanted}")
+    file, place = _in_file(found) if on_host else (None, found)
     for tensor, array in inputs.items():
         other = look(array)
-        if other is not None and np.may_share_memory(found, other):
+        if other is None:
+            continue
+        if np.may_share_memory(found, other):
             raise InputError(f"{name} shares memory with tensor {tensor}; {wanted} of its own")
+        if file is not None and mapped_file(other) == file and np.may_share_memory(place, _in_file(other)[1]):
+            raise InputError(f"{name} shares a place in {file!r} with tensor {tensor}; {wanted} of its own")
+
+
+def mapped_file(array: Any) -> str | None:
+    """The file that a NumPy array is mapped to; None for other objects."""
+    return _in_file(array)[0] if isinstance(array, np.ndarray) else None
+
+
+def _in_file(array: np.ndarray) -> tuple[str | None, np.ndarray]:
+    """The file that an array is mapped to, and an array that lies in memory as that one in the file: nobody may look at
+    its elements."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root, np.memmap) or root.filename is None:
+        return None, array
+    at = 4096 + root.offset + array.ctypes.data - root.ctypes.data  # no array begins at 0
+    interface = {**array.__array_interface__, "data": (at, True)}
+    return os.path.realpath(root.filename), np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _host_view(array: Any) -> np.ndarray | None:

@@ -153,7 +153,7 @@ class DeviceView:
         taken = torch.empty(max(1, size), dtype=torch.uint8, device=self.tensor.device)
         return taken, taken.data_ptr()
 
-    def copied(self) -> DeviceView:
+    def copy(self) -> DeviceView:
         """A copy of the tensor, on its device, complete for every stream."""
         torch: Any = sys.modules["torch"]
         copy = DeviceView(self.tensor.clone(), self.dtype)

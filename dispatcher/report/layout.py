@@ -108,11 +108,17 @@ def _rendered(headers: Sequence[str], rows: Sequence[Sequence[str]], widths: Seq
 def listing(first: str, items: Sequence[str], separator: str = ",") -> str:
     """``first`` and then ``items``, on lines that break between items.
 
-    In a terminal an item that is longer than a line breaks between its words.
+    In a terminal an item that is longer than a line breaks between its words, and where ``first`` leaves too little
+    room for one, they begin on a line of their own.
     """
     available = columns()
     width = available or _PIPE
     room = width - len(first)
+    own = " " * (len(first) - len(first.lstrip()) + 2)
+    words = [word for item in items for word in item.split()]
+    if available is not None and len(own) < len(first) and max(map(len, words), default=0) >= room:
+        head = textwrap.fill(first.rstrip(), width, subsequent_indent=own, break_long_words=False)
+        return f"{head}\n{listing(own, items, separator)}"
     whole = [item.replace(" ", _GLUE) if available is None or len(item) < room else item for item in items]
     return textwrap.fill(
         f"{separator} ".join(whole),

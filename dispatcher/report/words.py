@@ -235,13 +235,14 @@ def _say_convolution(plan: ConvolutionPlan) -> None:
     rows = [tuple(map(str, vars(axis).values())) for axis in plan.axes]
     headers = ("AXIS", "INPUT", "KERNEL", "STRIDE", "PADDING", "OUTPUT PADDING", "DILATION", "OUTPUT")
     say(table(headers, rows))
-    say(f"\nas matrix products, one for each phase{' and group' if plan.groups > 1 else ''}:")
+    say("\n" + listing("", [f"as matrix products, one for each phase{' and group' if plan.groups > 1 else ''}:"]))
+    rank = len(plan.axes)
     rows = [
-        (str(group.phases), " ".join(map(str, group.taps)),
+        (str(group.phases), " ".join(map(str, group.taps[3 - rank :])),
          *map(str, (group.gemm_m, group.gemm_n, group.gemm_k)))
         for group in plan.phase_groups
     ]  # fmt: skip
-    say(table(("PHASES", "TAPS D H W", "GEMM M", "GEMM N", "GEMM K"), rows))
+    say(table(("PHASES", f"TAPS {'D H W'[6 - 2 * rank :]}", "GEMM M", "GEMM N", "GEMM K"), rows))
 
 
 #: Reasons of implementations that are for other kinds of steps; the JSON document has them too.

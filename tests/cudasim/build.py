@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cudasim.cache import SOURCES, cached_folder, content_hash
@@ -74,17 +75,37 @@ def driver_library() -> Path:
 
 
 def runtime_object(version: str) -> Path:
-    """The compiled scheduler, built on first use.
+    """The compiled scheduler, and what the CUDA runtime has, built on first use.
 
     Args:
         version: What `compiler_version()` returned.
     """
-    device = SOURCES / "device"
-    inputs = [*device.glob("*.cpp"), *device.glob("*.h"), SOURCES / "abi.h"]
+    folders = (SOURCES / "device", SOURCES / "runtime")
+    inputs = [*(path for folder in folders for path in folder.iterdir()), SOURCES / "abi.h"]
 
     def fill(folder: Path) -> None:
         options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
-        sources = map(str, sorted(device.glob("*.cpp")))
+        sources = (str(path) for path in sorted(inputs) if path.suffix == ".cpp")
         run_compiler([*options, "-r", "-nostdlib", *sources, "-o", str(folder / "runtime.o")])
 
     return cached_folder("runtime", content_hash(inputs, version), fill) / "runtime.o"
+
+
+def headers(version: str, flags: Sequence[str]) -> Path:
+    """A header that includes device/cusim.h, precompiled on first use: most kernels are shorter than what it reads.
+
+    Args:
+        version: What `compiler_version()` returned.
+        flags: What kernels are compiled with; the compiler takes it with the same ones alone.
+    """
+    device = SOURCES / "device"
+
+    def fill(folder: Path) -> None:
+        header = folder / "cusim.h"
+        header.write_text(f'#include "{device / "cusim.h"}"\n')
+        run_compiler([*flags, "-w", "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+
+    inputs = [*device.glob("*.h"), SOURCES / "abi.h"]
+    folder = cached_folder("headers", content_hash(inputs, version, str(device), *flags), fill)
+    os.utime(folder)
+    return folder / "cusim.h"

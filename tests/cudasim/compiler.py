@@ -13,11 +13,11 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.cudasim.build import BuildError, compiler_version, run_compiler, runtime_object
+from tests.cudasim.build import BuildError, compiler_version, headers, run_compiler, runtime_object
 from tests.cudasim.cache import SOURCES, cache_folder, cached_folder, content_hash
 
 ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 120)
@@ -32,7 +32,7 @@ _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _BOUNDS = re.compile(rf"__launch_bounds__\s*\(((?:[^(),]|{_NESTED})*)(?:,(?:[^()]|{_NESTED})*)?\)")
 _BOUNDED = re.compile(rf"{_BOUNDS.pattern}\s*{_LINE_MARKERS}(?:void\s+)?{_ATTRIBUTES}(\w+)\s*\(")
 _DYNAMIC_SHARED = re.compile(rf"\bextern\s+__shared__\s+{_ATTRIBUTES}([\w:\s]*?\w)\s+(\w+)\s*\[\s*\]\s*;")
-_LAUNCHED = re.compile(r"([\w:]+)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
+_LAUNCHED = re.compile(r"(?<![\w:])([\w:]+)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 _SCOPE = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)\'|\bnamespace\s+(\w+)\s*\{|[{}]')
 _LINE_MARKER = re.compile(r'^# \d+ "[^\n]*$', re.MULTILINE)
 
@@ -66,11 +66,8 @@ def rewrite(preprocessed: str) -> tuple[str, list[str]]:
         The C++ text, and the names of the kernels: all non-template functions marked __global__.
     """
     preprocessed = _BOUNDS.sub("", preprocessed)
-    kernels = [
-        "::".join([*_namespaces(preprocessed, match.start()), match.group(2)])
-        for match in _KERNEL.finditer(preprocessed)
-        if not match.group(1)
-    ]
+    found = (match for match in _KERNEL.finditer(preprocessed) if not match.group(1))
+    kernels = list(_qualified(preprocessed, found))
 
     text = _DYNAMIC_SHARED.sub(r"\1 *\2 = reinterpret_cast<\1 *>(cusim::dynamic_shared);", preprocessed)
     text = re.sub(r"\b__shared__\b", "static", text)
@@ -79,15 +76,18 @@ def rewrite(preprocessed: str) -> tuple[str, list[str]]:
     return text, list(dict.fromkeys(kernels))
 
 
-def _namespaces(text: str, place: int) -> list[str]:
-    """The named namespaces that are open at a place of a preprocessed text, outermost first."""
-    scopes: list[str | None] = []
-    for token in _SCOPE.finditer(text, 0, place):
-        if token[0] == "}":
-            scopes.pop()
-        elif token[0][-1] == "{":
-            scopes.append(token[1])
-    return [scope for scope in scopes if scope]
+def _qualified(text: str, kernels: Iterable[re.Match[str]]) -> Iterator[str]:
+    """The names of kernels of a preprocessed text, in its order, with the namespaces that are open at each."""
+    scopes: list[str] = []
+    end = 0
+    for kernel in kernels:
+        for token in _SCOPE.finditer(text, end, kernel.start()):
+            if token[0] == "}":
+                scopes.pop()
+            elif token[0][-1] == "{":
+                scopes.append(token[1] or "")
+        end = kernel.start()
+        yield "::".join([*filter(None, scopes), kernel[2]])
 
 
 def module_table(kernels: Sequence[str], architecture: str, bounds: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -111,7 +111,8 @@ def module_table(kernels: Sequence[str], architecture: str, bounds: Mapping[str,
     specific = "false" if number == architecture else "true"
     return f"""
 # 1 "module table"
-{constants}namespace cusim_runtime {{ const char *kernel_name(const void *kernel) {{ {named}return ""; }} }}
+{constants}namespace cusim {{ const int architecture = {number}; }}
+namespace cusim_runtime {{ const char *kernel_name(const void *kernel) {{ {named}return ""; }} }}
 __attribute__((section("cusim_kernel_table")))
 const cusim_abi::Kernel cusim_kernels[] = {{{entries}{{nullptr, nullptr, 0, 0}}}};
 extern "C" __attribute__((section("cusim_kernel_table"), visibility("default")))
@@ -121,7 +122,14 @@ const cusim_abi::Module cusim_module = {{
 """
 
 
-def compile_file(source: Path, *, architecture: str, standard: str = "c++17", options: Sequence[str] = ()) -> bytes:
+def compile_file(
+    source: Path,
+    *,
+    architecture: str,
+    standard: str = "c++17",
+    options: Sequence[str] = (),
+    host_options: Sequence[str] = (),
+) -> bytes:
     """Compiles a .cu file, or takes the result of an earlier compilation of the same text from the cache.
 
     Args:
@@ -129,6 +137,7 @@ def compile_file(source: Path, *, architecture: str, standard: str = "c++17", op
         architecture: As in sm_80, without the sm_.
         standard: The C++ standard.
         options: -I and -D options.
+        host_options: Of the host compiler.
 
     Returns:
         The shared object.
@@ -139,12 +148,12 @@ def compile_file(source: Path, *, architecture: str, standard: str = "c++17", op
     device = SOURCES / "device"
     version = compiler_version()
     digits = re.sub(r"\D", "", architecture)
-    preamble = [f"-D__CUDA_ARCH__={digits}0", "-include", str(device / "cusim.h")]
-    preprocessed = run_compiler([f"-std={standard}", "-E", "-x", "c++", *preamble, *options, str(source)])
+    flags = (f"-std={standard}", *_OPTIMISATION, *host_options, *_CHECKS, *_MODULE_LAYOUT)
+    preamble = ["-fpch-preprocess", f"-D__CUDA_ARCH__={digits}0", "-include", str(headers(version, flags))]
+    preprocessed = run_compiler([*flags, "-E", "-x", "c++", *preamble, *options, str(source)])
     text, kernels = rewrite(preprocessed)
     text += module_table(kernels, architecture, {name: most for most, name in _BOUNDED.findall(preprocessed)})
     runtime = runtime_object(version)
-    flags = (f"-std={standard}", *_OPTIMISATION, *_CHECKS, *_MODULE_LAYOUT)
 
     def fill(folder: Path) -> None:
         program, kernel = folder / "kernel.ii", folder / "kernel.o"
@@ -159,11 +168,13 @@ def compile_file(source: Path, *, architecture: str, standard: str = "c++17", op
     name = content_hash([device / "module.ld"], code, str(runtime), version, " ".join(flags))
     folder = cached_folder("modules", name, fill)
     os.utime(folder)
-    _forget_unused(folder.parent)
+    _forget_unused()
     return (folder / "module.so").read_bytes()
 
 
-def compile_library(source: Path, output: Path, *, architecture: str, standard: str, options: Sequence[str]) -> None:
+def compile_library(
+    source: Path, output: Path, *, architecture: str, standard: str, options: Sequence[str], host_options: Sequence[str]
+) -> None:
     """Compiles a .cu file with functions of the host to a shared library. They may use device pointers as they are, the
     stand-in's device memory being the host's, or launch kernels of the same file.
 
@@ -171,24 +182,28 @@ def compile_library(source: Path, output: Path, *, architecture: str, standard: 
         BuildError: With the host compiler's messages.
     """
     if "__global__" in source.read_text(encoding="utf-8"):
-        headers = f"-I{SOURCES / 'runtime'}"
+        wanted = [f"-I{SOURCES / 'runtime'}", *options]
         output.write_bytes(
-            compile_file(source, architecture=architecture, standard=standard, options=[headers, *options])
+            compile_file(
+                source, architecture=architecture, standard=standard, options=wanted, host_options=host_options
+            )
         )
         return
-    run_compiler([f"-std={standard}", "-O2", "-shared", "-fPIC", "-x", "c++", *options, str(source), "-o", str(output)])
+    flags = [f"-std={standard}", "-O2", *host_options, "-shared", "-fPIC"]
+    run_compiler([*flags, "-x", "c++", *options, str(source), "-o", str(output)])
 
 
-def _forget_unused(modules: Path) -> None:
-    """Once a day, removes modules that nobody has asked for lately."""
+def _forget_unused() -> None:
+    """Once a day, removes modules and headers that nobody has asked for lately."""
     stamp = cache_folder() / "last-cleaned"
     now = time.time()
     if stamp.exists() and now - stamp.stat().st_mtime < KEEP_UNUSED_S / 14:
         return
     stamp.touch()
-    for folder in modules.iterdir():
-        if now - folder.stat().st_mtime > KEEP_UNUSED_S:
-            shutil.rmtree(folder, ignore_errors=True)
+    for kind in ("modules", "headers"):
+        for folder in (cache_folder() / kind).iterdir():
+            if now - folder.stat().st_mtime > KEEP_UNUSED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -202,7 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", dest="output", type=Path, required=True)
     parser.add_argument("-I", dest="includes", action="append", default=[])
     parser.add_argument("-D", dest="defines", action="append", default=[])
-    parser.add_argument("-Xptxas", "-Xcompiler", action="append", help="ignored")
+    parser.add_argument("-Xcompiler", dest="host_options", action="append", default=[])
+    parser.add_argument("-Xptxas", action="append", help="ignored")
     parser.add_argument("-lineinfo", "-O3", action="store_true", help="ignored")
     return parser
 
@@ -216,7 +232,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     if "--version" in arguments or "-V" in arguments:
         # Who keeps cubins tells compilers apart by this text; so it changes with everything that goes into one.
-        inputs = [*(SOURCES / "device").iterdir(), SOURCES / "abi.h", Path(__file__)]
+        folders = [SOURCES / "device", SOURCES / "runtime"]
+        inputs = [*(path for folder in folders for path in folder.iterdir()), SOURCES / "abi.h", Path(__file__)]
         print("nvcc: the stand-in of the CUDA simulator\nCuda compilation tools, release 13.0, V13.0.0")
         print(f"Build {content_hash(inputs, compiler_version())}")
         return 0
@@ -234,8 +251,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if given.shared:
             compile_library(
-                given.source, given.output, architecture=match.group(1), standard=given.std, options=options
-            )
+                given.source, given.output, architecture=match.group(1), standard=given.std, options=options,
+                host_options=given.host_options,
+            )  # fmt: skip
             return 0
         module = compile_file(given.source, architecture=match.group(1), standard=given.std, options=options)
     except BuildError as error:

@@ -6,7 +6,7 @@
 //
 // An ordinary convolution (TRANSPOSED 0) has weights w[oc][ic][kd][kh][kw] with the taps in reverse order.
 // A work-item owns one output element. The host defines the extents, strides, steps, paddings, dilations, TAIL(x) and PARAMETERS.
-kernel void conv_transpose3d_gather(global const REAL *restrict x, global const REAL *restrict weight,
+kernel void conv_gather(global const REAL *restrict x, global const REAL *restrict weight,
                                     global const REAL *restrict operands, global REAL *restrict y, const ulong count PARAMETERS) {
   const size_t index = get_global_id(0);
   if (index >= count) return;

@@ -133,7 +133,7 @@ static void keep_folded(local REAL *first, const real_m folded, const int channe
 #endif
 
 __attribute__((reqd_work_group_size(WORK_ITEMS, 1, 1)))
-kernel void conv_transpose3d_tiled(global const REAL *restrict x, global const REAL *restrict weights,
+kernel void conv_tiled(global const REAL *restrict x, global const REAL *restrict weights,
                                    global const REAL *restrict operands, global const int2 *restrict phases,
                                    global const int4 *restrict taps, global REAL *restrict y PARAMETERS) {
   local REAL memory[LOCAL_ELEMENTS] __attribute__((aligned(64)));

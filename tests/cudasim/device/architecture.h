@@ -4,9 +4,11 @@
 
 namespace cusim {
 
+extern const int architecture;  // such as 80; compiler.py writes it
+
 inline void need_sm_80(const char *instruction) {
-    if constexpr (__CUDA_ARCH__ < 800)
-        fail(cusim_abi::Outcome::launch_failure, "%s needs sm_80; compiled for sm_%d", instruction, __CUDA_ARCH__ / 10);
+    if (architecture < 80)
+        fail(cusim_abi::Outcome::launch_failure, "%s needs sm_80; compiled for sm_%d", instruction, architecture);
 }
 
 }  // namespace cusim
