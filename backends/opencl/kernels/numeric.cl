@@ -80,6 +80,12 @@ typedef PASTE(REAL, VEC) real_v;
 #else
 #define mask_v PASTE(uint, VEC)
 #endif
+// Those lanes of two vectors that a list names. As a function of the runtime, which may take any list, it is slow without AVX-512.
+#if defined(SHUFFLE_V)
+#define PICK_V(a, b, mask) SHUFFLE_V((a), (b), mask)
+#else
+#define PICK_V(a, b, mask) shuffle2((a), (b), (mask_v)(mask))
+#endif
 
 // Compensated sums (Kahan, 1965): their error does not grow with the number of terms. For finite terms only.
 #define KEPT_SUM(total) real_v total = SPLAT(R(0.0)), total##_lost = total;
