@@ -516,8 +516,9 @@ PreparedCall.__call__ = wrong
 
 
 # ---- README ------------------------------------------------------------------------------------------------
-def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/opencl-cpu.md"])
+def test_the_tables_of_peers_are_those_of_the_results_they_name(page: str) -> None:
+    readme = (ROOT / page).read_text(encoding="utf-8")
     first, end, name = cpu_peers.table_region(readme)
     if name:
         assert cpu_peers.with_table(readme, name, cpu_peers.read_report(ROOT / name)) == readme
