@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dispatcher
+from bench import isa
 from dispatcher.device.machine import busy_reason, cores, foreign_load
 from dispatcher.device.splitting import batch_parameter, with_batch
 from dispatcher.interface import Device
@@ -101,6 +102,12 @@ def new_parser(name: str, description: str | None, repeats: int) -> argparse.Arg
     return parser
 
 
+def add_isa(parser: argparse.ArgumentParser) -> None:
+    """The option of programs that can have ours and the peers keep to older instructions."""
+    parser.add_argument("--isa", choices=sorted(isa.SETTINGS),
+                        help="have ours and the peers keep to these vector instructions")  # fmt: skip
+
+
 def assignment(text: str) -> tuple[str, int]:
     """An argument type: ``NAME=VALUE`` with a whole number."""
     name, _, value = text.partition("=")
@@ -151,7 +158,7 @@ class Run:
         settings: its options; see :func:`new_parser`.
         head: the first fields of its result file.
         devices: the OpenCL CPU devices to measure.
-        left_out: the reason why each other device is not measured.
+        left_out: the reason why each other device, or peer, is not measured.
         probe: of the machine's speed.
     """
 
@@ -162,12 +169,20 @@ class Run:
     probe: Probe
 
     @classmethod
-    def start(cls, program: str, settings: argparse.Namespace) -> Run:
+    def start(cls, program: str, settings: argparse.Namespace, peers: Sequence[str] = ()) -> Run:
         """Refuse a busy machine, find the devices, and calibrate the probe on the first of them.
 
+        Args:
+            program: its name.
+            settings: its options.
+            peers: those that are compared with, for programs with :func:`add_isa`.
+
         Raises:
-            SystemExit: with exit code 3 when the machine is busy or there is no device.
+            SystemExit: with exit code 3 when the machine is busy, or there is no device, or no peer, that keeps to the
+                instructions that were asked for.
         """
+        limit = vars(settings).get("isa")
+        isa.limit(limit)
         load = foreign_load()
         busy = busy_reason(load)
         if busy is not None and not settings.force:
@@ -176,10 +191,17 @@ class Run:
         head = {"schema": 1, "program": program, "date": datetime.date.today().isoformat(), **environment()}
         head |= {"clock": "time.perf_counter", "foreign_cores_at_start": load, "busy": busy}
         devices, left_out = cpu_devices(settings.devices)
+        if limit:
+            head["isa"] = {"name": limit, "settings": isa.SETTINGS[limit]}
+            left_out |= isa.devices_left_out(devices) | isa.peers_left_out(peers)
+            devices = [device for device in devices if device.id not in left_out]
         for name, why in left_out.items():
             say(f"{name} is left out: {why}")
         if not devices:
             say("there is no OpenCL CPU device to measure; pip install '.[cpu]'")
+            raise SystemExit(3)
+        if peers and set(peers) <= left_out.keys():
+            say("there is no peer to measure")
             raise SystemExit(3)
         return cls(settings, head, devices, left_out, probe_on(devices[0].index))
 
@@ -343,7 +365,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def keep(report: Mapping[str, Any], output: Path | None) -> Path:
     """Write a report to ``output``, or to a dated file in bench/results."""
-    path = (output or RESULTS / f"{report['program']}-{report['date']}.json").resolve()
+    name = "-".join([report["program"], *([report["isa"]["name"]] if "isa" in report else []), report["date"]])
+    path = (output or RESULTS / f"{name}.json").resolve()
     write_json(path, report)
     say(f"results: {path}")
     return path
@@ -355,6 +378,14 @@ def write_table(guide: Path, program: str, results: str, table: str) -> None:
     start, end = text.index(f"<!-- {program}:"), text.index(f"<!-- {program}: end -->")
     text = f"{text[:start]}<!-- {program}: bench/results/{results} -->\n\n{table}\n\n{text[end:]}"
     guide.write_text(text, encoding="utf-8")
+
+
+def machine_text(report: Mapping[str, Any]) -> str:
+    """The machine of a report, and what all were limited to."""
+    machine = report["machine"]
+    vectors = ", ".join(machine.get("vector_instructions", [])) or "no known vector instructions"
+    limit = f"; **all limited to {report['isa']['name']}**" if "isa" in report else ""
+    return f"{machine['cpu']}, {machine['cores']} cores ({vectors}{limit})"
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

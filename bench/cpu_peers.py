@@ -2,6 +2,7 @@
 
     python bench/cpu_peers.py                 batch 2 (asym-input: batch 1), five problems, all peers
     python bench/cpu_peers.py --full          the `kernelbench` cases as well
+    python bench/cpu_peers.py --isa avx2      what a processor without AVX-512 would do: see bench/isa.py
     python bench/cpu_peers.py --table         write README.md's table from the newest results as well
     python bench/cpu_peers.py --table --from bench/results/cpu_peers-2026-01-31.json        without measuring
 
@@ -65,7 +66,7 @@ class Contender:
 
 def contenders_of(run: Run) -> list[Contender]:
     """The peers and the devices that take part in a run."""
-    found = [Contender(name, PEERS[name].label) for name in run.settings.peers]
+    found = [Contender(name, PEERS[name].label) for name in run.settings.peers if name not in run.left_out]
     return found + [Contender(each.id, common.device_label(each), each.id) for each in run.devices]
 
 
@@ -141,11 +142,10 @@ def table(report: Mapping[str, Any]) -> str:
     mine = [each for each in report["contenders"] if each["device"] is not None]
     everybody = [*(each for each in report["contenders"] if each["device"] is None), *mine]
     labels = {each["name"]: each["label"] for each in everybody}
-    machine, probe = report["machine"], report["probe"]
-    vectors = ", ".join(machine.get("vector_instructions", [])) or "no known vector instructions"
+    probe = report["probe"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"{machine['cpu']}, {machine['cores']} cores ({vectors}), with measured {probe['peak_gflops']:.0f} "
+        f"{common.machine_text(report)}, with measured {probe['peak_gflops']:.0f} "
         f"GFLOP/s of float32 multiply-adds and {probe['copy_gbytes_per_s']:.0f} GB/s when copying; "
         f"{report['date']}. {versions}."
     ]
@@ -245,6 +245,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(peers)} (default: all; none: just --peers)")  # fmt: skip
     add("--full", action="store_true", help="measure the kernelbench cases as well")
     common.add_sizes(parser)
+    common.add_isa(parser)
     add("--table", action="store_true", help="write README.md's table")
     add("--readme", type=Path, default=ROOT / "README.md", help="the file with the table's markers")
     add("--from", dest="source", type=Path, metavar="FILE", help="measure nothing, take this file")
@@ -260,7 +261,7 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     operators = [(common.small_operator(problem, settings), SMALL) for problem in settings.problems]
     if settings.full:
         operators += [(bind_case(problem, None, dict(settings.set)), FULL) for problem in settings.problems]
-    run = Run.start(PROGRAM, settings)
+    run = Run.start(PROGRAM, settings, settings.peers)
     entrants = contenders_of(run)
 
     def case(operator: Operator, label: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python bench/family.py                          all of them; those measured before are kept, so it can be broken off
     python bench/family.py --only conv2d-mish-mish conv-1d --again
     python bench/family.py --rank 2 --budget 10
+    python bench/family.py --isa avx2               what a processor without AVX-512 would do: see bench/isa.py
     python bench/family.py --show                   the table of what there is, without measuring
 
 A problem is measured with a batch of 2, or of 1 where 2 items take more than 16e9 operations, at its largest published
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dispatcher
-from bench import common
+from bench import common, isa
 from bench.common import Run, bind_case, say
 from bench.cpu_peers import SEED, Ours, milliseconds, ratio_text
 from dispatcher.check.inputs import random_tensors
@@ -282,8 +283,8 @@ def table(report: Mapping[str, Any]) -> str:
             milliseconds(ours), milliseconds(peer), line["best_peer"], ratio_text(line["ratio"]),
         ])  # fmt: skip
     titles = ("problem", "convolution", "case", "GFLOP/s", "ours, ms", "PyTorch, ms", "its best form", "ratio")
-    found, machine = report["overview"], report["machine"]
-    lines = [f"{machine['cpu']}, {machine['cores']} cores; {report['device_name']}; {report['date']}.", ""]
+    found = report["overview"]
+    lines = [f"{common.machine_text(report)}; {report['device_name']}; {report['date']}.", ""]
     if rows:
         lines += [
             f"Best of PyTorch over ours, {found['count']} problems: geometric mean {found['geometric_mean']:.2f}, "
@@ -339,8 +340,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of a problem, after which it has no more than three rounds (default: %(default)g)")  # fmt: skip
     add("--again", action="store_true", help="measure those that have a line already as well")
     add("--show", action="store_true", help="measure nothing")
-    add("--lines", type=Path, default=common.RESULTS / "family.jsonl", help="the file with a line for each problem")
-    return parser.parse_args(arguments)
+    add("--lines", type=Path, help="the file with a line for each problem (default: one in bench/results)")
+    common.add_isa(parser)
+    settings = parser.parse_args(arguments)
+    name = "family" if settings.isa is None else f"family-{settings.isa}"
+    settings.lines = settings.lines or common.RESULTS / f"{name}.jsonl"
+    return settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -352,10 +357,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = [name for name in names if not {"skipped", "results"} & set(known.get(name, {}))]
     if settings.show:
         names = []
+    isa.limit(settings.isa)
     wanted = (settings.devices or ["opencl"])[0]
     device = first_usable(parse_request(wanted))[0]
     settings.devices, settings.force = [device.id], settings.force or settings.show
-    run = Run.start(PROGRAM, settings)
+    run = Run.start(PROGRAM, settings, list(EAGER))
     try:
         for text in measure(names, device.id, run, settings.lines):
             say(text)

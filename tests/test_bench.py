@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import anatomy, common, compare_checkouts, cpu_peers, family, overhead, sweep  # noqa: E402
+from bench import anatomy, common, compare_checkouts, cpu_peers, family, isa, overhead, sweep  # noqa: E402
 from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
@@ -148,6 +148,42 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             program.main([])
         assert caught.value.code == 3
         assert "pass --force" in capsys.readouterr().err
+
+
+def test_those_who_do_not_keep_to_a_limit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the code of a compiler, which keeps to it in another process alone, and by what peers say of themselves."""
+    monkeypatch.setattr(isa, "SETTINGS", {"avx2": {"SOME_LIMIT": "avx2"}})
+    monkeypatch.setenv("SOME_LIMIT", "")  # put back in the end
+    monkeypatch.setattr(isa, "_PEER", "import sys; print('info,cpu,isa:Intel AVX2\\nisa:', sys.argv[1])")
+    monkeypatch.setattr(
+        isa, "PEERS", {name: Peer(name, (name[:4],), missing_peer) for name in ("AVX2", "AVX512", "AVX51")}
+    )
+    assert isa.peers_left_out(["AVX2", "AVX512", "AVX51"]).keys() == {"AVX512", "AVX51"}
+    monkeypatch.setattr(isa, "_PEER", "import nothing")
+    assert "No module named" in isa.peers_left_out(["AVX2"])["AVX2"]
+    monkeypatch.setattr(isa, "devices_left_out", lambda devices: {device.id: "it is wide" for device in devices})
+    with pytest.raises(SystemExit) as caught:
+        cpu_peers.main(["--isa", "avx2", "--force", "--peers"])
+    assert caught.value.code == 3 and "no OpenCL CPU device to measure" in capsys.readouterr().err
+
+
+LIMITED = """
+from bench import isa
+isa.limit("avx2")
+from dispatcher.device.selection import backend_devices
+devices = [each for each in backend_devices("opencl") if each.available and each.kind == "cpu"]
+left_out = isa.devices_left_out(devices)
+print({each.facts["vector_width_float"] for each in devices if each.id not in left_out}, len(devices) - len(left_out))
+print([each.name for each in devices if each.id in left_out])
+"""
+
+
+def test_intel_s_compiler_keeps_to_a_limit(opencl_cpu: None) -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, check=True)
+    kept, left_out = done.stdout.splitlines()
+    assert kept in ("{8} 1", "set() 0") and "Intel" not in left_out, done.stdout
 
 
 # ---- those who fail ----------------------------------------------------------------------------------------
@@ -508,8 +544,9 @@ PreparedCall.__call__ = wrong
 
 
 # ---- README ------------------------------------------------------------------------------------------------
-def test_the_readme_s_table_is_that_of_the_results_it_names() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/opencl-cpu.md"])
+def test_the_tables_of_peers_are_those_of_the_results_they_name(page: str) -> None:
+    readme = (ROOT / page).read_text(encoding="utf-8")
     first, end, name = cpu_peers.table_region(readme)
     if name:
         assert cpu_peers.with_table(readme, name, cpu_peers.read_report(ROOT / name)) == readme

@@ -127,9 +127,8 @@ def test_tiles_cover_each_position_once(vec: int, shape: tuple[int, int, int, in
         for chunk in layout.chunks:  # whole vectors are stored, over the tiles behind but over no other row
             behind = chunk.line - chunk.first_h * layout.row + -(-chunk.width // vec) * vec
             assert behind <= layout.row and layout.line % vec == 0
-        assert (
-            tile.thread_c % vec == 0 and tile.thread_c * tile.thread_w <= vec * device_class(vec).channel_accumulators
-        )
+        vectors, rest = divmod(tile.thread_c, vec)
+        assert rest == 0 and tile.thread_w <= dict(device_class(vec).channel_tiles)[vectors]
 
 
 def test_the_estimate_chooses_the_form() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,14 @@ def test_the_estimate_chooses(
     after = [given.pop("after")] if "after" in given else []
     task = tasks_of(conv(shape, out, kernel, *after, **given), TARGET, Options(tuned="ignore"), [])[0]
     assert (choose(task)[0].name == "in-place") == expected
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [((1, 3, 3), "5x2"), ((1, 1, 1), "6x2")])
+def test_shuffled_inputs_fit_the_registers_of_avx2(kernel: tuple[int, ...], expected: str) -> None:
+    target = replace(TARGET, facts=replace(TARGET.facts, vec=8, vec_double=4))
+    task = tasks_of(conv((1, 3, 1, 64, 240), 60, kernel), target, Options(tuned="ignore"), [])[0]
+    lowered = InPlace().lower(task)
+    assert lowered is not None and lowered.planned.detail["channels_x_vectors"] == expected
 
 
 def test_other_options_leave_the_kernel_out() -> None:

@@ -257,7 +257,9 @@ def test_transforms_that_round_much_are_left_out(
 def test_device_classes_are_sound() -> None:
     for entry in device_classes():
         assert entry.vec in (4, 8, 16) and entry.register_tiles and entry.winograd_tiles
-        assert all(c >= 1 and w >= 1 for c, w in (*entry.register_tiles, *entry.winograd_tiles))
+        for c, w in (*entry.register_tiles, *entry.winograd_tiles):
+            assert c >= 1 and w >= 1 and c * w + w <= entry.registers  # sums and inputs
+        assert all(vectors * positions + vectors <= entry.registers for vectors, positions in entry.channel_tiles)
     assert device_class(16).vec == 16 and device_class(8).vec == 8 and device_class(1).vec == 4
 
 

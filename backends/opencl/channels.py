@@ -126,10 +126,9 @@ def channel_tiles(geometry: ConvGeometry, span: int, vec: int, device: DeviceCla
     """Register tiles to choose from: as many positions as registers allow, or fewer that share a row evenly."""
     group_oc = geometry.out_channels // geometry.groups
     found = []
-    for vectors in (1, 2, 4):
+    for vectors, most in device.channel_tiles:
         if vectors > 1 and (vectors - 1) * vec >= group_oc:
             break
-        most = device.channel_accumulators // vectors
         found.append((vectors * vec, -(-span // -(-span // most))))
     return found
 
@@ -150,7 +149,7 @@ def ranked_channel_tiles(
             f"tile is {wanted.register_tile[0]}x{wanted.register_tile[1]}; "
             f"expected a multiple of {vec} channels with line channels"
         )
-    least = Tile(vec, vec, device.channel_accumulators, *units(geometry, fold, (1, 1, 1)), False, channels=True)
+    least = Tile(vec, vec, device.channel_tiles[0][1], *units(geometry, fold, (1, 1, 1)), False, channels=True)
     smallest = ChannelLayout(geometry, fold, least)
     widths = (0,) if wanted.whole_rows or fold else width_choices(geometry, smallest, resources)
     ranked: list[tuple[float, int, Tile]] = []

@@ -16,21 +16,24 @@ class DeviceClass:
         name: for people.
         origin: where the numbers come from.
         vec: lanes of a vector of float.
+        registers: vectors that the registers hold beside one that AVX-512 broadcasts as it multiplies.
         vector_load: cost of loading a vector from any address, in vector multiply-adds.
         broadcast: cost of loading one number into all lanes.
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
         winograd_tiles: the same for the Winograd core.
-        channel_accumulators: vectors that a register tile with output channels in the lanes may take.
+        channel_tiles: vectors of output channels, and the most positions, of register tiles with these in the lanes;
+            sums and weights fit the registers.
     """
 
     name: str
     origin: str
     vec: int
+    registers: int
     vector_load: float
     broadcast: float
     register_tiles: tuple[tuple[int, int], ...]
     winograd_tiles: tuple[tuple[int, int], ...]
-    channel_accumulators: int
+    channel_tiles: tuple[tuple[int, int], ...]
 
     def tile_cost(self, channels: int, width: int) -> float:
         """One input channel and tap of a register tile, in vector multiply-adds.
@@ -53,11 +56,12 @@ def device_classes() -> tuple[DeviceClass, ...]:
             entry["name"],
             entry["origin"],
             entry["vec"],
+            entry["registers"],
             entry["vector_load"],
             entry["broadcast"],
             tuple((c, w) for c, w in entry["register_tiles"]),
             tuple((c, w) for c, w in entry["winograd_tiles"]),
-            entry["channel_accumulators"],
+            tuple((vectors, positions) for vectors, positions in entry["channel_tiles"]),
         )
         for entry in json.loads(text)["classes"]
     )

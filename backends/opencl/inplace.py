@@ -116,9 +116,14 @@ class InPlaceLayout:
 
     @cached_property
     def tile(self) -> tuple[int, int]:
-        """Output channels and vectors along width of the register tile."""
+        """Output channels and vectors along width of the register tile.
+
+        With shuffles its sums, what a row of taps shares and the inputs of a tap are in registers at once.
+        """
         most = self.group_channels[1]
         tiles = [(min(c, most), w) for c, w in self.device.register_tiles]
+        if self.shifts:
+            tiles = [(c, w) for c, w in tiles if (c + 2) * w <= self.device.registers]
         return min(tiles, key=lambda tile: self.row_cost(*tile) * -(-most // tile[0]))
 
     @cached_property

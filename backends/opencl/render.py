@@ -32,7 +32,7 @@ def thirds(vec: int) -> Iterator[tuple[str, str]]:
             first = [at if at < 2 * vec else 0 for at in picked]
             second = [lane if at < 2 * vec else at - vec for lane, at in enumerate(picked)]
             for name, mask in (("LOW", first), ("HIGH", second)):
-                yield f"{kind}_{s}_{name}", f"(mask_v)({', '.join(map(str, mask))})"
+                yield f"{kind}_{s}_{name}", ", ".join(map(str, mask))
 
 
 def defines(values: Mapping[str, object]) -> str:

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 #: What people call a platform that calls itself something else.
 COMMON_NAMES = {"Portable Computing Language": "PoCL"}
+#: An environment variable by which Intel's runtime compiles for older processors, and the lanes of float that these
+#: have; the device tells those of the processor that is there.
+ARCHITECTURE = "CL_CONFIG_CPU_TARGET_ARCH"
+ARCHITECTURE_LANES = {"core-avx2": 8, "corei7-avx": 8, "corei7": 4}
 BINARIES = FileCache("opencl")
 #: A core's second-level cache where nobody tells, and the share of it that scratch may take.
 COMMON_CORE_CACHE = 512 * 1024
@@ -61,6 +65,13 @@ def core_cache() -> int:
         except (OSError, ValueError):
             continue
     return COMMON_CORE_CACHE
+
+
+def float_lanes(platform: Any, device: Any) -> int:
+    """Native lanes of a vector of float, of the processor that a device's compiler compiles for."""
+    lanes = int(device.native_vector_width_float)
+    limited = ARCHITECTURE_LANES.get(os.environ.get(ARCHITECTURE, ""), lanes)
+    return min(lanes, limited) if platform.name.startswith("Intel") else lanes
 
 
 def build(program: Any, options: Sequence[str] = ()) -> Any:
@@ -134,7 +145,7 @@ class OpenClRuntime:
     def facts(self) -> Facts:
         device = self.device
         cpu = bool(device.type & cl.device_type.CPU)
-        vec = min(16, max(4, device.native_vector_width_float)) if cpu else 1
+        vec = min(16, max(4, float_lanes(self.platform, device))) if cpu else 1
         doubles = int(device.native_vector_width_double)
         return Facts(
             cpu=cpu,
@@ -308,7 +319,7 @@ def find_devices() -> list[Found]:
                 "compute_units": device.max_compute_units,
                 "memory_bytes": device.global_mem_size,
                 "largest_buffer_bytes": device.max_mem_alloc_size,
-                "vector_width_float": device.native_vector_width_float,
+                "vector_width_float": float_lanes(platform, device),
                 "fp64": bool(device.native_vector_width_double),
             }
             runtime = platform.name.strip()

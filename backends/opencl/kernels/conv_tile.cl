@@ -31,6 +31,7 @@ static void PASTE(conv_tile_, TILE_W)(global const REAL *restrict packed, const 
         w += TAPS_W[rw] * (GROUP_IC * THREAD_C);
         continue;
       }
+#pragma unroll 1
       for (int tw = 0; tw < TAPS_W[rw]; tw++) {
         global const REAL *restrict xr = row + OFFSET_W[rw][tw];
 #pragma unroll 1

@@ -31,7 +31,7 @@
 #endif
 
 #if (STORE_PLANES == 3 || STORE_PLANES == 6) && VEC > 1
-#define MERGE_V(a, b, c, s) shuffle2(shuffle2(a, b, MERGE_##s##_LOW), c, MERGE_##s##_HIGH)
+#define MERGE_V(a, b, c, s) PICK_V(PICK_V(a, b, MERGE_##s##_LOW), c, MERGE_##s##_HIGH)
 static inline void merge(const real_v a, const real_v b, const real_v c, real_v *row) {
   row[0] = MERGE_V(a, b, c, 0);
   row[1] = MERGE_V(a, b, c, 1);

@@ -62,6 +62,9 @@ typedef PASTE(REAL, VEC) real_v;
 #elif defined(SHUFFLE_V) && VEC == 16
 #define INTERLEAVE_LOW(a, b) SHUFFLE_V((a), (b), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define INTERLEAVE_HIGH(a, b) SHUFFLE_V((a), (b), 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif VEC == 2
+#define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0))
+#define INTERLEAVE_HIGH(a, b) ((real_v)(a.s1, b.s1))
 #elif VEC == 4
 #define INTERLEAVE_LOW(a, b) ((real_v)(a.s0, b.s0, a.s1, b.s1))
 #define INTERLEAVE_HIGH(a, b) ((real_v)(a.s2, b.s2, a.s3, b.s3))
@@ -80,6 +83,12 @@ typedef PASTE(REAL, VEC) real_v;
 #define mask_v PASTE(ulong, VEC)
 #else
 #define mask_v PASTE(uint, VEC)
+#endif
+// Those lanes of two vectors that a list names. As a function of the runtime, which may take any list, it is slow without AVX-512.
+#if defined(SHUFFLE_V)
+#define PICK_V(a, b, mask) SHUFFLE_V((a), (b), mask)
+#else
+#define PICK_V(a, b, mask) shuffle2((a), (b), (mask_v)(mask))
 #endif
 
 // Compensated sums (Kahan, 1965): their error does not grow with the number of terms. For finite terms only.

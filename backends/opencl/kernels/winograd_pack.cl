@@ -24,9 +24,9 @@ static void deal_out(global REAL *restrict line, global const REAL *restrict row
     STORE_V((real_v)(low.odd, high.odd), line + EDGE + t);
 #elif M_W == 3 && VEC > 1
     const real_v low = LOAD_V(from), middle = LOAD_V(from + VEC), high = LOAD_V(from + 2 * VEC);
-    STORE_V(shuffle2(shuffle2(low, middle, DEAL_0_LOW), high, DEAL_0_HIGH), line + t);
-    STORE_V(shuffle2(shuffle2(low, middle, DEAL_1_LOW), high, DEAL_1_HIGH), line + EDGE + t);
-    STORE_V(shuffle2(shuffle2(low, middle, DEAL_2_LOW), high, DEAL_2_HIGH), line + 2 * EDGE + t);
+    STORE_V(PICK_V(PICK_V(low, middle, DEAL_0_LOW), high, DEAL_0_HIGH), line + t);
+    STORE_V(PICK_V(PICK_V(low, middle, DEAL_1_LOW), high, DEAL_1_HIGH), line + EDGE + t);
+    STORE_V(PICK_V(PICK_V(low, middle, DEAL_2_LOW), high, DEAL_2_HIGH), line + 2 * EDGE + t);
 #else
     for (int s = 0; s < M_W; s++)
       for (int i = 0; i < VEC; i++) line[s * EDGE + t + i] = from[M_W * i + s];
