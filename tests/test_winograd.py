@@ -16,7 +16,7 @@ from dispatcher.backends.opencl.classes import device_class, device_classes
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.render import kernel_source
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
-from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, MOST_TAPS, Row, transform
+from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, MOST_TAPS, Row, most_outputs, transform
 from dispatcher.backends.opencl.winograd import WinogradLayout, choices, no_transform, ranked_tiles, reads
 from dispatcher.backends.opencl.winograd_core import (
     depth_terms,
@@ -35,10 +35,10 @@ from tests.strategies import call_on, checked_run, conv_operator, tensors_of
 
 RESOURCES = Resources(device_class(16), 16, 4, 800_000, 2)
 OUTPUTS = range(1, MOST_OUTPUTS + 1)
+TRANSFORMS_OF = [(m, n) for n in range(1, MOST_TAPS + 1) for m in range(1, most_outputs(n) + 1)]
 
 
-@pytest.mark.parametrize("taps", range(1, MOST_TAPS + 1))
-@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize(("outputs", "taps"), TRANSFORMS_OF)
 def test_each_transform_is_an_identity_of_rational_numbers(outputs: int, taps: int) -> None:
     """y[j] is bilinear in x and g, so that it is enough to try every pair of unit vectors."""
     matrices = transform(outputs, taps)
@@ -50,12 +50,11 @@ def test_each_transform_is_an_identity_of_rational_numbers(outputs: int, taps: i
             assert sum(f * value for f, value in zip(row, z, strict=True)) == int(at == j + tap)
 
 
-@pytest.mark.parametrize("taps", range(1, MOST_TAPS + 1))
-@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize(("outputs", "taps"), TRANSFORMS_OF)
 def test_factors_are_moderate(outputs: int, taps: int) -> None:
     """Rounding grows with the factors; those of the inputs are not in the sums of tap factors."""
     matrices = transform(outputs, taps)
-    assert max(abs(f) for row in matrices.inputs for f in row) <= 2.5
+    assert max(abs(f) for row in matrices.inputs for f in row) <= 2.75
     assert max(abs(f) for row in matrices.taps for f in row) <= 2
     assert max(abs(f) for row in matrices.outputs for f in row) <= 4
 
@@ -148,10 +147,13 @@ def product_of(matrix: list[Row], values: list[int]) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 0), (5, 2, 2), (3, 2, 1), (4, 2, 1), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 0), (5, 2, 2), (3, 2, 1), (4, 2, 1), (1, 1, 0), (5, 1, 2)]
+)
 def test_the_matrices_of_an_axis_make_every_phase(kernel: int, stride: int, padding: int, outputs: int) -> None:
     """Along width one matrix serves all phases; along depth the terms of all components stand one after another."""
     a = AxisGeometry("width", 9, kernel, stride, padding)
+    outputs = min(outputs, most_outputs(a.most_taps))
     geometry = ConvGeometry(1, 16, 16, 1, *(AxisGeometry(name, 9, kernel, stride, padding) for name in "dh"), a)
     m = (outputs, outputs, outputs)
     layout = WinogradLayout(geometry, None, Tile(8, 4, 1, m[0], m[1], True, m[1], planes=m[0], columns=m[2]))
@@ -225,13 +227,31 @@ def test_more_outputs_at_once_only_where_they_round_little(channels: int, groups
 
 def test_one_plane_has_no_depth_components() -> None:
     """An image makes its products along height and width alone; an axis of many taps is not transformed."""
-    one, many = AxisGeometry("depth", 1, 1), AxisGeometry("depth", 8, 5)
+    one, many = AxisGeometry("depth", 1, 1), AxisGeometry("depth", 8, 5, dilation=2)
     h, w = AxisGeometry("height", 56, 3, 1, 1), AxisGeometry("width", 56, 3, 1, 1)
     for depth, last in ((one, (1, 3, 2)), (many, (1, 3, 3))):
         found = choices(ConvGeometry(1, 64, 64, 1, depth, h, w), None)
         assert {outputs[0] for outputs in found} == {1} and found[-1] == last
-    plain = [AxisGeometry(name, 8, 5) for name in ("depth", "height", "width")]
-    assert no_transform(ConvGeometry(1, 64, 64, 1, *plain)) == "depth: a phase has 5 taps; transforms exist for 1 to 3"
+    plain = [AxisGeometry(name, 8, 6) for name in ("depth", "height", "width")]
+    assert no_transform(ConvGeometry(1, 64, 64, 1, *plain)) == "depth: a phase has 6 taps; transforms exist for 1 to 5"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "allowed", "refused"),
+    [
+        ((3, 3, 3), (2, 3, 3), (3, 3, 3)),
+        ((1, 4, 4), (1, 3, 2), (1, 3, 3)),
+        ((4, 4, 4), (2, 2, 2), (2, 3, 2)),
+        ((1, 5, 5), (1, 2, 2), (1, 3, 2)),
+        ((5, 5, 5), (1, 2, 2), (2, 2, 2)),
+    ],
+)
+def test_transforms_that_round_much_are_left_out(
+    kernel: tuple[int, int, int], allowed: tuple[int, int, int], refused: tuple[int, int, int]
+) -> None:
+    axes = [AxisGeometry(name, 16, taps) for name, taps in zip(("depth", "height", "width"), kernel, strict=True)]
+    found = choices(ConvGeometry(1, 16, 8, 1, *axes), None)
+    assert allowed in found and refused not in found
 
 
 def test_device_classes_are_sound() -> None:
@@ -251,6 +271,7 @@ OPERATORS = {
     "two_taps": conv_operator((2, 32, 3, 6, 33), 20, (4, 4, 4), stride=2, padding=1, groups=2, after=[{"op": "gelu"}]),
     "one_and_two_taps": conv_operator((1, 16, 3, 5, 7), 6, (3, 3, 3), stride=2, padding=1, output_padding=1),
     "one_tap": conv_operator((1, 17, 3, 10, 9), 6, (1, 1, 3)),
+    "four_and_five_taps": conv_operator((1, 16, 3, 9, 19), 7, (3, 5, 4), padding=1),
 }
 
 
@@ -307,7 +328,7 @@ def uneven_data(kind: str, operator: Operator) -> dict[str, np.ndarray]:
         case "channels":
             x *= 10 ** generator.uniform(-6, 6, (x.shape[1], 1, 1, 1)).astype(np.float32)
         case "elements":
-            x *= 10 ** generator.uniform(-6, 6, x.shape).astype(np.float32)
+            x *= 10 ** generator.uniform(-9, 9, x.shape).astype(np.float32)
         case "zeros":
             x *= generator.random((depth, height, 1)) < 0.5
         case "zero_taps":  # of one channel, so that results of the others hide them
@@ -328,12 +349,20 @@ UNEVEN = (
 
 @pytest.mark.parametrize(
     ("outputs", "name"),
-    [("222", "two_taps"), ("232", "one_and_two_taps"), ("332", "many_outputs"), ("133", "many_outputs")],
+    [
+        ("222", "two_taps"),
+        ("232", "one_and_two_taps"),
+        ("332", "many_outputs"),
+        ("133", "many_outputs"),
+        ("222", "four_and_five_taps"),
+        ("122", "five_taps"),
+    ],
 )
 def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device, outputs: str, name: str) -> None:
     if backend_device.backend != "opencl" or backend_device.kind != "cpu":
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
-    operator = OPERATORS.get(name) or conv_operator((1, 16, 4, 9, 19), 24, (3, 3, 3))
+    kernel = (1, 5, 5) if name == "five_taps" else (3, 3, 3)
+    operator = OPERATORS.get(name) or conv_operator((1, 16, 4, 9, 19), 24, kernel)
     planes, rows, columns = outputs
     fixed = {"algorithm": "winograd", "planes": planes, "rows": rows, "columns": columns, "tile": "4x1"}
     compiled = compile_for(operator, backend_device.id, fixed)
@@ -344,6 +373,21 @@ def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device,
         if not comparison.passed:
             wrong[kind] = comparison.reason
     assert not wrong
+
+
+def test_few_large_elements_are_within_the_bound(backend_device: Device) -> None:
+    """Rows of a tile that one channel each rules are uneven even if the tile's columns are not; so are edges."""
+    if backend_device.backend != "opencl" or backend_device.kind != "cpu":
+        pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
+    operator = conv_operator((1, 16, 4, 12, 19), 24, (1, 3, 3))
+    compiled = compile_for(operator, backend_device.id, {"algorithm": "winograd", "rows": "3", "columns": "2"})
+    for seed in range(3):
+        tensors, generator = tensors_of(operator, "signed"), np.random.default_rng(seed)
+        for name, decades in (("x", 6), ("w", 0)):
+            tensors[name] = generator.standard_normal(tensors[name].shape).astype(np.float32)
+            tensors[name] *= 10 ** generator.uniform(-decades, decades, tensors[name].shape).astype(np.float32)
+        _, comparison = checked_run(compiled.prepare_bound(operator, tensors), tensors)
+        assert comparison.passed, comparison.reason
 
 
 #: What keeps the bound, left out: a kernel file, what is replaced there by what, and data that show it.

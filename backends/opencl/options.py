@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dispatcher.backends.opencl.transforms import MOST_OUTPUTS
 from dispatcher.errors import InputError, suggest
 from dispatcher.problem.messages import brief
 
@@ -14,7 +15,6 @@ ALGORITHMS = ("auto", "direct", "winograd", "tiled", "gather")
 LINES = ("rows", "flat", "channels")
 #: Options of the Winograd core alone: outputs that a transform yields at once along depth, height and width.
 OUTPUTS = ("planes", "rows", "columns")
-MOST_OUTPUTS = 3
 
 
 @dataclass(frozen=True)

@@ -15,22 +15,37 @@ computations", 1980; Lavin and Gray, "Fast algorithms for convolutional neural n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import product
 
 from dispatcher.ops.geometry import AxisGeometry
 
 Row = tuple[Fraction, ...]
 
-HALF = Fraction(1, 2)
 #: Points at which polynomials are evaluated, by p. Up to p = 4 sums of inputs have no more than two terms; above,
-#: these round least among all choices from 0, 1, 2 and 1/2 of either sign, as much as a direct sum.
-POINTS: dict[int, tuple[int | Fraction, ...]] = {2: (0,), 3: (0, 1), 4: (0, 1, -1), 5: (0, -1, HALF, 2)}
+#: these round least among all choices from 0, 1, 2, 3, 4, their inverses, 2/3, 3/4 and the inverses of these, of either
+#: sign, by the variance of random inputs and taps: F(3, 3), F(2, 4) and F(2, 5) as much as a direct sum.
+POINTS: dict[int, tuple[int | Fraction, ...]] = {
+    2: (0,),
+    3: (0, 1),
+    4: (0, 1, -1),
+    5: (Fraction(1, 3), Fraction(-1, 3), Fraction(4, 3), Fraction(-4, 3)),
+    6: (0, Fraction(2, 3), Fraction(-2, 3), Fraction(3, 2), Fraction(-3, 2)),
+}
+#: The most products p of a transform. With more, errors come close to what ``dispatcher verify`` allows.
+MOST_PRODUCTS = max(POINTS)
 #: Most taps of a phase that has transforms.
-MOST_TAPS = 3
-#: The m of F(m, n). F(4, n) would save more, but its errors come close to what ``dispatcher verify`` allows.
+MOST_TAPS = 5
+#: Most outputs of a transform. F(4, 3) would save a tenth of F(3, 3)'s products, and round half as much again.
 MOST_OUTPUTS = 3
+
+
+def most_outputs(taps: int) -> int:
+    """The largest m for which there is an F(m, ``taps``); 1 where a direct sum is all there is."""
+    return min(MOST_OUTPUTS, MOST_PRODUCTS + 1 - taps) if taps <= MOST_TAPS else 1
 
 
 @dataclass(frozen=True)
@@ -92,10 +107,32 @@ def transform(outputs: int, taps: int) -> Transform:
 
 
 @cache
+def growth(outputs: int, taps: int) -> float:
+    """How many times the rounding error of a direct sum that of F(``outputs``, ``taps``) may be.
+
+    The root of the error's variance where all that an output reads, of many channels, lies at one position, the one
+    where it grows most, beside the same of a direct sum: the taps and the roundings of sums and products are random.
+    """
+    matrices = transform(outputs, taps)
+    variances = [sum(float(f) ** 2 for f in row) for row in matrices.taps]
+    return math.sqrt(
+        max(
+            sum(float(a * b) ** 2 * v for a, b, v in zip(row, column, variances, strict=True))
+            for row, column in product(matrices.outputs, zip(*matrices.inputs, strict=True))
+        )
+    )
+
+
+@cache
 def terms(outputs: int, taps: int) -> tuple[int, int]:
     """How many terms the sums of F(``outputs``, ``taps``) have: those of inputs, and those of products."""
     matrices = transform(outputs, taps)
     return sum(map(bool, sum(matrices.inputs, ()))), sum(map(bool, sum(matrices.outputs, ())))
+
+
+def axis_growth(axis: AxisGeometry, outputs: int) -> float:
+    """:func:`growth` of the axis's phase where it is largest."""
+    return max(growth(outputs, len(phase.taps)) for phase in axis.phases if phase.taps)
 
 
 def axis_reason(axis: AxisGeometry) -> str | None:

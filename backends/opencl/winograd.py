@@ -27,13 +27,16 @@ from dispatcher.backends.opencl.tiles import (
     odd_lines,
     units,
 )
-from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, axis_reason, terms
+from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, axis_growth, axis_reason, most_outputs, terms
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase, ConvGeometry
 
 #: With fewer input channels a group Winograd is not chosen, nor F(3, n) where it is asked for: the transforms cost what
 #: the products save, and an output with few products shows its neighbours' rounding.
 WINOGRAD_CHANNELS = 16
+#: :func:`~dispatcher.backends.opencl.transforms.growth` along all axes, beside the root of the number of taps: more
+#: exceeds what ``dispatcher verify`` allows where most inputs are small beside few that are large.
+MOST_GROWTH = 3.0
 #: Taps and inputs along an axis that is not transformed: what the macros of height and width hold in vectors.
 MOST_PLAIN_TAPS = 5
 MOST_REACH = 8
@@ -77,7 +80,9 @@ def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, i
     """Outputs along depth, height and width that transforms may yield at once, the fewest first."""
     few = geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS
     ranges = [
-        range(1, (2 if few else MOST_OUTPUTS) + 1) if axis_reason(axis) is None and axis.most_taps > 1 else (1,)
+        range(1, min(2 if few else MOST_OUTPUTS, most_outputs(axis.most_taps)) + 1)
+        if axis_reason(axis) is None and axis.most_taps > 1
+        else (1,)
         for axis in geometry.axes
     ]
 
@@ -85,11 +90,13 @@ def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, i
         lanes = geometry.width.stride * columns
         return fold is None or lanes % fold.window[2] == 0 or fold.window[2] % lanes == 0
 
-    # F(3, 3) along all axes that have taps rounds more than twice as much as PyTorch's sums do.
     several = sum(axis.most_taps > 1 for axis in geometry.axes)
+    most_growth = MOST_GROWTH * math.sqrt(math.prod(axis.most_taps for axis in geometry.axes))
 
     def rounds_little(*outputs: int) -> bool:
-        return sum(m == axis.most_taps == 3 for m, axis in zip(outputs, geometry.axes, strict=True)) < several
+        # F(3, 3) along all axes that have taps rounds more than twice as much as PyTorch's sums do.
+        spared = sum(m == 3 <= axis.most_taps for m, axis in zip(outputs, geometry.axes, strict=True)) < several
+        return spared and math.prod(map(axis_growth, geometry.axes, outputs)) <= most_growth
 
     found = [(d, h, w) for d, h, w in product(*ranges) if max(d, h, w) > 1 and foldable(w) and rounds_little(d, h, w)]
     return sorted(found, key=lambda outputs: (math.prod(outputs), outputs))

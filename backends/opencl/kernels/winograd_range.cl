@@ -5,9 +5,10 @@
 // direct sums below:
 //   - No output is small beside the others of its tile: the magnitudes of an output, added up over the group's channels, are at least
 //     1/MOST_APART of those of the tile's largest output. What it reads is then not small beside what the others read.
-//   - No input channel dominates any column of what the tile reads: in the depth component of the planes that all outputs along depth read (in each one at borders, where
-//     there may be no such plane) the magnitudes of all channels of the group add up to sqrt(GROUP_IC)/2 times the largest channel's.
-//     An element that all outputs of a tile read shows here, and small weights cannot happen to hide most of an output.
+//   - No channel dominates what an output reads: in the depth component of the planes that all outputs along depth read (in each one at
+//     borders, where there may be no such plane) the magnitudes of all elements of its window along height and width add up to at least
+//     sqrt(GROUP_IC)/2 times the sum, over the window's columns, of the largest channel's; half as much again where the window is a single
+//     row. An element that an output reads shows here, and small weights cannot happen to hide most of what it reads.
 // At edges, where outputs read one tap of several along two axes, that is so by the geometry, and these tiles are always left to them.
 // winograd.py sees to it that no tap's weights are small beside the others, and few in a tap.
 //
@@ -23,27 +24,39 @@
 #endif
 
 // How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance.
-#define MOST_APART (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC))
+#define MOST_APART (R(1.5) + R(7.0) / sqrt((REAL)GROUP_OC))
 
 // Marks the tiles of the vector at `lane` that a channel dominates. Called for each channel c; known when c is its group's last.
 //
-// x: the vector's input of that channel, of which a tile reads rows at[0 .. parts); sum, largest: over channels so far, for each input
-// along width.
-static void measure(global const REAL *x, const int *at, real_v *sum, real_v *largest, const int parts, const int c, const int lane,
-                    const int tiles, global int *marks) {
+// x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
+// rows of each output along height, for each input along width.
+static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W], const int taps, const int c,
+                    const int lane, const int tiles, global int *marks) {
 COLD_LOOP
-  for (int k = 0; k < REACH_W; k++) {
-    real_v load = SPLAT(R(0.0));
+  for (int k = 0; k < REACH_W; k++)
 COLD_LOOP
-    for (int b = 0; b < parts; b++) load += fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
-    if (c % GROUP_IC == 0) sum[k] = largest[k] = SPLAT(R(0.0));
-    largest[k] = load > largest[k] ? load : largest[k];
-    sum[k] += load;
-    if (c % GROUP_IC < GROUP_IC - 1) continue;
-    const real_v most = SPLAT(R(0.5) * sqrt((REAL)GROUP_IC)) * largest[k];
-    if (!ANY_V(sum[k] < most || sum[k] == SPLAT(INFINITY))) continue;
+    for (int jh = 0; jh < M_H; jh++) {
+      real_v load = SPLAT(R(0.0));
+COLD_LOOP
+      for (int b = jh; b < jh + taps; b++) load += fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
+      if (c % GROUP_IC == 0) sum[jh][k] = largest[jh][k] = SPLAT(R(0.0));
+      largest[jh][k] = load > largest[jh][k] ? load : largest[jh][k];
+      sum[jh][k] += load;
+    }
+  if (c % GROUP_IC < GROUP_IC - 1) return;
+COLD_LOOP
+  for (int q = 0; q < M_H * M_W * PHASES_W; q++) {
+    const int jh = q / (M_W * PHASES_W), rw = q % PHASES_W, first = INPUT_W[rw][0] + q / PHASES_W % M_W;
+    real_v all = SPLAT(R(0.0)), most = all;
+COLD_LOOP
+    for (int k = first; k < first + TAPS_W[rw]; k++) {
+      all += sum[jh][k];
+      most += largest[jh][k];
+    }
+    most *= SPLAT((taps > 1 ? R(0.5) : R(0.75)) * sqrt((REAL)GROUP_IC));
+    if (!ANY_V(all < most || all == SPLAT(INFINITY))) continue;
     REAL sums[VEC], least[VEC];
-    STORE_V(sum[k], sums);
+    STORE_V(all, sums);
     STORE_V(most, least);
 COLD_LOOP
     for (int i = 0; i < VEC; i++)
