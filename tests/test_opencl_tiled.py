@@ -198,6 +198,9 @@ class Refusing:
     def copy(self) -> Refusing:
         return self
 
+    def set_arg(self, *_: Any) -> None:
+        pass
+
     def get_work_group_info(self, name: int, device: Any) -> int:
         import pyopencl as cl
 
