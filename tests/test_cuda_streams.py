@@ -282,7 +282,7 @@ FAULTS: dict[str, tuple[Any, str, Any, tuple[Callable[[], None], ...]]] = {
         torch.Tensor, "record_stream", lambda self, other: None, (tensors_of_another_stream, bound_tensors),
     ),
     "bound tensors may be on their way": (
-        DeviceView, "copied", lambda self: DeviceView(self.tensor.clone(), self.dtype), (bound_tensors,),
+        DeviceView, "copy", lambda self: DeviceView(self.tensor.clone(), self.dtype), (bound_tensors,),
     ),
     "a capture goes unnoticed": (
         Context, "capture", lambda self, handle: 0, (a_graph, a_graph_of_other_arrays),
