@@ -42,7 +42,7 @@ from dispatcher.timing.sampling import SETTLE_S, Probe, sample_beside, threshold
 
 PROGRAM, REPEATS = "anatomy", 9
 GUIDE = ROOT / "docs" / "opencl-cpu.md"
-#: Those of the weakest beside PyTorch in bench/results/family-2026-11-28.json that differ in kind.
+#: Those of the weakest beside PyTorch in the family that differ in kind.
 WEAK = (
     "conv-transpose3d-scale-batchnorm-globalavgpool",
     "conv-transpose-3d-asym-input-asym-kernel",
