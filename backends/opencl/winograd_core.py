@@ -187,6 +187,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
         "LOW_W": g.width.offset_range[0],
+        "MOST_TAPS": max(axis.most_taps for axis, m in zip(g.axes, tile.outputs, strict=True) if m > 1),
         "M_D": tile.planes, "M_H": tile.rows, "M_W": tile.columns,
         "PHASES_W": g.width.stride,
         "PARTS_W": sum(layout.parts_w),

@@ -23,25 +23,27 @@
 #define COLD_LOOP
 #endif
 
-// How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance.
-#define MOST_APART (R(1.5) + R(7.0) / sqrt((REAL)GROUP_OC))
+// How far the outputs of a tile may be apart. The fewer channels are added up, the more do even outputs differ by chance; transforms of
+// more than three taps leave less room.
+#define MOST_APART ((MOST_TAPS > 3 ? R(0.75) : R(1.0)) * (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC)))
 
 // Marks the tiles of the vector at `lane` that a channel dominates. Called for each channel c; known when c is its group's last.
 //
 // x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
 // rows of each output along height, for each input along width.
-static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W], const int taps, const int c,
-                    const int lane, const int tiles, global int *marks) {
-COLD_LOOP
+__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W],
+                                                   const int taps, const int c, const int lane, const int tiles, global int *marks) {
+  const bool first_channel = c % GROUP_IC == 0;
+#pragma unroll
   for (int k = 0; k < REACH_W; k++)
-COLD_LOOP
+#pragma unroll
     for (int jh = 0; jh < M_H; jh++) {
-      real_v load = SPLAT(R(0.0));
-COLD_LOOP
-      for (int b = jh; b < jh + taps; b++) load += fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
-      if (c % GROUP_IC == 0) sum[jh][k] = largest[jh][k] = SPLAT(R(0.0));
-      largest[jh][k] = load > largest[jh][k] ? load : largest[jh][k];
-      sum[jh][k] += load;
+      real_v load = fabs(LOAD_V(x + at[jh] + COLUMN_AT(k)));
+#pragma unroll
+      for (int b = 1; b < taps; b++) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
+      const real_v before = first_channel ? SPLAT(R(0.0)) : largest[jh][k];
+      largest[jh][k] = load > before ? load : before;
+      sum[jh][k] = first_channel ? load : sum[jh][k] + load;
     }
   if (c % GROUP_IC < GROUP_IC - 1) return;
 COLD_LOOP
