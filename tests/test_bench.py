@@ -468,6 +468,7 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         parts = entry["parts_us"]
         assert tuple(parts) == overhead.PARTS and sum(parts.values()) == pytest.approx(entry["fastest_us"])
         assert min(parts[name] for name in overhead.PARTS[:-1]) > 0
+        assert 0 < entry["results"]["bare"]["min_s"] < entry["results"]["call"]["median_s"]
 
 
 @pytest.fixture(scope="module")
