@@ -118,11 +118,14 @@ class WinogradLayout(LineLayout):
         return self.geometry.height.offset_range[0]
 
     @cached_property
+    def _tile_reach(self) -> int:
+        """Input rows of a tile of all phases, from the first one's offset on."""
+        return max(reads(phase, self.tile.rows)[-1] for phase in self.geometry.height.phases) - self.low_h + 1
+
+    @cached_property
     def rows(self) -> int:
         """Input rows of a box."""
-        height, m = self.geometry.height, self.tile.rows
-        last = max(reads(phase, m)[-1] for phase in height.phases)
-        return last - self.low_h + 1 + m * (self.line_rows - 1)
+        return self._tile_reach + self.tile.rows * (self.line_rows - 1)
 
     @cached_property
     def reach_w(self) -> int:
@@ -196,9 +199,9 @@ class WinogradLayout(LineLayout):
     @cached_property
     def edge(self) -> int:
         """A packed sub-line of one row of each tile row, and what loads and stores touch behind it."""
-        behind = (self.rows - 1) // self.tile.rows * self.pitch
-        reach = self.vectors * self.tile.vec + behind + (self.reach_w - 1) // self.tile.columns
-        return odd_lines(max(reach, behind + round_up(self.pitch, self.tile.vec)))
+        tile_rows, rows = (count // self.tile.rows for count in (self._tile_reach - 1, self.rows - 1))
+        reach = self.vectors * self.tile.vec + tile_rows * self.pitch + (self.reach_w - 1) // self.tile.columns
+        return odd_lines(max(reach, rows * self.pitch + round_up(self.pitch, self.tile.vec)))
 
     @cached_property
     def channel(self) -> int:
@@ -250,8 +253,8 @@ class WinogradLayout(LineLayout):
         direct = height * self.reach_w * self.geometry.in_channels
         depth = max(len(reads(phase, self.tile.planes)) for phase in self.geometry.depth.phases)
         sizes = (
-            self.geometry.in_channels * self.channel * (depth if self.geometry.height.stride > 1 else 1),
-            self.row_size,
+            depth * self.geometry.in_channels * self.channel,
+            depth * self.row_size,
             max(self.most_parts * self.panel, direct),
             self.most_parts * self.products,
             sums,
