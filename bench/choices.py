@@ -5,7 +5,8 @@
 
 Each geometry runs with what is chosen by default, with each register tile of the direct core, and with the Winograd
 transforms whose estimated work is least. They take turns. ``lost`` is how much longer the choice takes than the fastest
-of them; of many that are equally fast one is the fastest by luck, so that a few percent mean nothing. See bench/README.md.
+of them; of many that are equally fast one is the fastest by luck, so that a few percent mean nothing. See
+bench/README.md.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ ROW_COST = 15.0
 MOST_SPREAD = 4
 #: Cost of a vector of output channels of such a tile, for each tap and input channel.
 EDGE_COST = 1.0
-#: How much longer a box takes whose packed input, which is read once or a few times, fits the cache no more.
-SPILL_COST = 1.05
+#: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
+SPILL_COST, SPILL_SHARE = 1.05, 0.75
 #: How many sub-lines a row of results is interleaved from by whole vectors.
 INTERLEAVED = (1, 2, 3, 4, 6)
 #: Cost of storing a vector of results element by element, in multiply-adds.
@@ -291,7 +291,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     for d in g.depth.phases:
         inputs_d, outputs_d = terms(tile.planes, len(d.taps))
         parts_d = len(reads(d, tile.planes))
-        # Loads and sums of planes; a row of these is stored, loaded and dealt out.
+        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out.
         dealt = 1 + 3 * layout.sub_lines // tile.columns
         packing = row_vectors * (2 * inputs_d + dealt * parts_d) + ROW_COST * parts_d
         transforms += g.in_channels * layout.rows * packing
@@ -384,7 +384,7 @@ def ranked_tiles(
                 layout = WinogradLayout(geometry, fold, tile)
                 size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
                 fits = size - layout.parts_sizes[0] * resources.itemsize <= resources.cache_bytes
-                spills = SPILL_COST if size > resources.cache_bytes else 1.0
+                spills = SPILL_COST if size > SPILL_SHARE * resources.cache_bytes else 1.0
                 if fits or place == 0:
                     items = math.prod(layout.boxes)
                     busy = imbalance(items * max(1, geometry.batch), resources.units)

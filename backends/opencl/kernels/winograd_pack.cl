@@ -12,6 +12,13 @@
 #define ANY_V(condition) any(condition)
 #endif
 
+// Asks for what is read after this channel, whose rows lie too far apart for the hardware to foresee. It may lie outside the array.
+#if defined(__clang__)
+#define PREFETCH(address) __builtin_prefetch((const void *)(ulong)(address))
+#else
+#define PREFETCH(address)
+#endif
+
 // Deals PITCH tiles of a row out to sub-lines: line[s * EDGE + t] = row[M_W * t + s]. A little more of each is overwritten.
 static void deal_out(global REAL *restrict line, global const REAL *restrict row) {
   for (int t = 0; t < PITCH; t += VEC) {

@@ -33,6 +33,7 @@ __attribute__((noinline)) static void PASTE(pack_planes_, TAPS)(global REAL *res
         for (int b = 0; b < PARTS; b++) {
           values[b] = SPLAT(R(0.0));
           if (inside[b]) {
+            PREFETCH(source[b] + at + (size_t)ID * IH * IW);
             values[b] = IW < VEC ? load_lanes(source[b], IW, R(0.0)) : LOAD_V(source[b] + at);
             PROLOGUE(values[b], c);
           }
