@@ -153,6 +153,11 @@ STATISTICS = {
         (f"{CONV} clamp", "softmax scale"),
         {"t": (6, 1, 1, 1)},
     ),
+    "softmax_of_a_sigmoid": Case(["sigmoid", over("softmax", "channel", "spatial")], (f"{CONV} sigmoid", "softmax")),
+    "softmax_far_from_zero": Case(
+        [add(100.0), {"op": "clamp", "min": 99.0, "max": 101.0}, over("softmax", "spatial")],
+        (f"{CONV} add clamp", "softmax"),
+    ),
     "mean": Case([over("mean", "spatial"), "gelu"], (CONV, "mean gelu")),
     "max": Case([over("max", "batch", "spatial"), "gelu"], (CONV, "max gelu")),
     "min_of_items": Case([over("min", "channel", "spatial"), add("t")], (CONV, "min add"), {"t": (2, 1, 1, 1, 1)}),
@@ -274,6 +279,27 @@ def test_planes_of_nothing_finite(op: str, value: float) -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("low", "high"), [(-20.0, 40.0), (-1.0, 1.0), (990.0, 1050.0)])
+def test_a_softmax_of_a_range_is_as_exact_as_one_with_a_maximum(low: float, high: float) -> None:
+    """Also where all values lie far below the bound, or the last one alone is large; no row shows in another one."""
+    DIRECT.need()
+    operator = operator_of(
+        {"x": (2, 5, 3, 4, 37)}, [{"op": "clamp", "min": low, "max": high}, over("softmax", "spatial")]
+    )
+    x = tensors_of(operator)["x"] + np.float32(max(0.0, low))
+    x[0, 1] = 0.3  # all equal
+    x[0, 2] = math.inf
+    x[0, 3] = high - 0.25
+    x[1, 0, 0, 0, 36] = 1e30
+    x[1, 2, 2, 3, 5] = math.nan
+    clamped = np.clip(x.astype(np.float64), low, high)
+    exponentials = np.exp(clamped - clamped.max((2, 3, 4), keepdims=True))
+    expected = exponentials / exponentials.sum((2, 3, 4), keepdims=True)
+    result = dispatcher.run(operator.problem, device=DIRECT.device, options={"fusion": "eager"}, x=x)
+    assert np.isnan(result[1, 2]).all() and np.isnan(result).sum() == result[1, 2].size
+    np.testing.assert_allclose(result, expected, rtol=4e-7, atol=1e-37)
+
+
 def test_fusion_can_be_switched_off() -> None:
     place = DIRECT
     place.need()
@@ -319,6 +345,8 @@ def test_statistics_of_what_stays_in_the_cache_are_not_worth_their_while() -> No
     assert gathers("instance_norm", plane) == [False, False]
     assert gathers("instance_norm", plane - 1) == [True, False]
     assert gathers("batch_norm", plane) == [True, False]
+    # No maximum is needed, and the next launch takes no exponentials.
+    assert gathers("softmax_of_a_range", 1 << 30) == gathers("softmax_of_a_sigmoid", 1 << 30) == [True, False]
     # Nothing is stored here.
     assert gathers("mean", plane) == gathers("mean_of_batch_norm", 1 << 30) == [True, False]
 

@@ -43,9 +43,10 @@ LARGEST_BOX_UNIT = 12
 MOST_PHASES = 512
 #: Inputs that the taps of an axis may lie apart at most in a layout of lines, which has room for all between them.
 MOST_REACH = 1 << 12
-#: A softmax of values in a range no wider than this needs no maximum: no exponential gets lost below the others.
+#: A softmax of values no further apart than this needs no maximum: no exponential gets lost below others, or overflows.
 WIDEST_RANGE = 60.0
-EXP_BELOW = PointwiseForm("exp_below", "exp_v(x - a)", arguments=1)
+EXP_FROM = PointwiseForm("exp_from", "exp_near_v(x - a)", arguments=1)
+EXP_NEAR = PointwiseForm("exp_near", "exp_near_v(x)")
 
 
 @dataclass
@@ -351,14 +352,17 @@ def wanted_statistics(step: Step) -> Statistics | str:
     return wanted
 
 
-def _bound(group: Group) -> ScalarOperand | None:
-    """The largest value of the group's result, where its last step keeps values in a range narrow enough for exp."""
-    if not group.tail or group.tail[-1].function != "clamp":
+def _exponential(group: Group) -> tuple[PointwiseForm, tuple[ScalarOperand, ...]] | None:
+    """What a softmax of the group's result adds up, where its last step keeps values near enough to need no maximum."""
+    if not group.tail:
         return None
-    low, high = group.tail[-1].arguments
-    if isinstance(low, ScalarOperand) and isinstance(high, ScalarOperand):
-        span = high.value - low.value
-        return high if 0 <= span <= WIDEST_RANGE else None
+    last = group.tail[-1]
+    ends = last.arguments if last.function == "clamp" else tuple(map(ScalarOperand, last.form.limits or ()))
+    match ends:
+        case (ScalarOperand(low), ScalarOperand(high)) if -WIDEST_RANGE <= low <= high <= WIDEST_RANGE:
+            return EXP_NEAR, ()  # exact, where the distance from a bound far off would be rounded
+        case (ScalarOperand(low), ScalarOperand(high)) if 0 <= high - low <= WIDEST_RANGE:
+            return EXP_FROM, (ScalarOperand(high),)
     return None
 
 
@@ -393,12 +397,14 @@ def share_statistics(groups: list[Group], lanes: int, cache: int) -> list[Group]
         spared = alone and isinstance(first, Reduce)
         following = groups[number + 1].steps[0] if number + 1 < len(groups) else None
         spared |= alone and isinstance(first, Normalize) and len(consumer.steps) == 1 and _over_space(following)
+        exponential = _exponential(producer) if alone and isinstance(first, Softmax) else None
+        spared |= exponential is not None
         if isinstance(found, str) or not (spared or _place_bytes(first) > cache):
             continue
-        if isinstance(first, Softmax) and alone and (bound := _bound(producer)) is not None:
+        if exponential is not None:
             shape = producer.steps[-1].shape
             producer.at_store = True
-            producer.tail.append(Pointwise("softmax", producer.output, shape, shape, EXP_BELOW, (bound,)))
+            producer.tail.append(Pointwise("softmax", producer.output, shape, shape, *exponential))
             found = Statistics("total", ReductionForm("sum", SUM))
         producer.gathers, consumer.given = found, found
         producer.stored = not (isinstance(first, Reduce) and alone)

@@ -40,6 +40,7 @@ class PointwiseForm:
         pole: the operand at whose zero the function is not continuous: ``x``, ``a`` or none.
         slope: bound on the size of the derivative by ``x`` and by each argument; None where the ends of an interval
             tell how far values get apart.
+        limits: between which all results lie; None where there are none, or arguments say.
         rounding: error of a careful implementation beyond a few roundings of the result, in units of roundoff, as
             a function of ``x`` (an array).
         torch: dotted name of the PyTorch function that takes ``x`` and the arguments, or empty.
@@ -59,6 +60,7 @@ class PointwiseForm:
     role: Literal["factor", "term"] = "term"
     pole: Literal["", "x", "a"] = ""
     slope: float | None = None
+    limits: tuple[float, float] | None = None
     rounding: Callable[[Any], Any] | None = None
     torch: str = ""
     onnx: str = ""

@@ -250,12 +250,18 @@ VOCABULARY: dict[str, Operation] = {
     ),
     "sigmoid": pointwise(
         PointwiseForm(
-            "sigmoid", "C(1.0) / (C(1.0) + exp_v(-x))", exponential=True, torch="torch.sigmoid", onnx="Sigmoid"
+            "sigmoid",
+            "C(1.0) / (C(1.0) + exp_v(-x))",
+            exponential=True,
+            limits=(0.0, 1.0),
+            torch="torch.sigmoid",
+            onnx="Sigmoid",
         ),
         "1 / (1 + exp(-in))",
     ),
     "tanh": pointwise(
-        PointwiseForm("tanh", "tanh_v(x)", exponential=True, torch="torch.tanh", onnx="Tanh"), "tanh(in)"
+        PointwiseForm("tanh", "tanh_v(x)", exponential=True, limits=(-1.0, 1.0), torch="torch.tanh", onnx="Tanh"),
+        "tanh(in)",
     ),
     "silu": pointwise(
         PointwiseForm(

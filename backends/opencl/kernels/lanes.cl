@@ -27,14 +27,14 @@ static real_v first_lanes(const real_v value, const int count, const REAL fill) 
   return LOAD_V(lanes);
 }
 
-// Defines NAME(value): the lanes of a vector combined by COMBINE(a, b).
-#define OVER_LANES(NAME, COMBINE)                                      \
-  static REAL NAME(const real_v value) {                               \
-    REAL lanes[VEC];                                                   \
-    STORE_V(value, lanes);                                             \
-    REAL total = lanes[0];                                             \
-    for (int i = 1; i < VEC; i++) total = COMBINE(total, lanes[i]);    \
-    return total;                                                      \
+// Defines NAME(value): the lanes of a vector combined by COMBINE(a, b), by halves, which go on at the same time.
+#define OVER_LANES(NAME, COMBINE)                                                      \
+  static REAL NAME(const real_v value) {                                               \
+    REAL lanes[VEC];                                                                   \
+    STORE_V(value, lanes);                                                             \
+    for (int n = VEC / 2; n > 0; n /= 2)                                               \
+      for (int i = 0; i < n; i++) lanes[i] = COMBINE(lanes[i], lanes[i + n]);          \
+    return lanes[0];                                                                   \
   }
 
 #define ADD_LANES(a, b) ((a) + (b))

@@ -23,6 +23,12 @@ kernel void pool_step(global const REAL *restrict x, global const REAL *restrict
       STORE_V(value, folded + i);
     }
     REAL pooled[VEC];
+#if WINDOW_W == 2 && VEC > 1
+    if (extent == 2 * VEC) {
+      const real_v low = LOAD_V(folded), high = LOAD_V(folded + VEC);
+      STORE_V(POOL_COMBINE(((real_v)(low.even, high.even)), ((real_v)(low.odd, high.odd))), pooled);
+    } else
+#endif
     for (int i = 0; i < VEC; i++) {
       REAL value = i * WINDOW_W < extent ? folded[i * WINDOW_W] : R(0.0);
       for (int j = 1; j < WINDOW_W; j++)
