@@ -92,14 +92,8 @@ class Job:
         """
         last = min(first + self.chunk, self.items)
         start = max(0, last - self.chunk)  # the last chunk is as long as the others, so that nothing is compiled for it
-        try:
-            spare = work.spare.popleft()
-        except IndexError:
-            spare = None
-        items = read_items(self.source, start, last, spare)
-        result = work(**{self.name: items})
+        result = work(**{self.name: read_items(self.source, start, last)})
         write_items(self.folder / self.result, first, result[first - start :])
-        work.spare.append(items)
         (self.folder / DONE / str(first)).touch()
         return last - first
 
