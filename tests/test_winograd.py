@@ -19,7 +19,6 @@ from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, 
 from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, MOST_TAPS, Row, most_outputs, transform
 from dispatcher.backends.opencl.winograd import WinogradLayout, choices, no_transform, ranked_tiles, reads
 from dispatcher.backends.opencl.winograd_core import (
-    depth_terms,
     even_weights,
     pack_winograd_weights,
     width_inputs,
@@ -172,12 +171,9 @@ def test_the_matrices_of_an_axis_make_every_phase(kernel: int, stride: int, padd
     z = product_of(width_inputs(layout), x[: layout.reach_w])
     scaled = [value * factor for value, factor in zip(z, [f for each in factors for f in each], strict=True)]
     assert product_of(width_outputs(layout), scaled) == wanted  # type: ignore[arg-type]
-    starts, terms = depth_terms(layout)
-    for number in range(stride):
-        sums = [
-            sum(x[offset - low] * factor for offset, factor in terms[begin:end])
-            for begin, end in zip(starts[number], starts[number][1:], strict=False)
-        ]
+    for number, phase in enumerate(a.phases):  # along depth each phase has a macro of its own
+        rows, places = transform(outputs, len(phase.taps)).inputs, [offset - low for offset in reads(phase, outputs)]
+        sums = [sum(factor * x[place] for factor, place in zip(row, places, strict=True)) for row in rows]
         assert sums == z[sum(layout.parts_w[:number]) : sum(layout.parts_w[: number + 1])]
 
 

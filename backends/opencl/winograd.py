@@ -54,8 +54,8 @@ ROW_COST = 15.0
 MOST_SPREAD = 4
 #: Cost of a vector of output channels of such a tile, for each tap and input channel.
 EDGE_COST = 1.0
-#: How much longer a box takes whose packed input, which is read once or a few times, fits the cache no more.
-SPILL_COST = 1.05
+#: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
+SPILL_COST, SPILL_SHARE = 1.05, 0.75
 #: How many sub-lines a row of results is interleaved from by whole vectors.
 INTERLEAVED = (1, 2, 3, 4, 6)
 #: Cost of storing a vector of results element by element, in multiply-adds.
@@ -118,11 +118,14 @@ class WinogradLayout(LineLayout):
         return self.geometry.height.offset_range[0]
 
     @cached_property
+    def _tile_reach(self) -> int:
+        """Input rows of a tile of all phases, from the first one's offset on."""
+        return max(reads(phase, self.tile.rows)[-1] for phase in self.geometry.height.phases) - self.low_h + 1
+
+    @cached_property
     def rows(self) -> int:
         """Input rows of a box."""
-        height, m = self.geometry.height, self.tile.rows
-        last = max(reads(phase, m)[-1] for phase in height.phases)
-        return last - self.low_h + 1 + m * (self.line_rows - 1)
+        return self._tile_reach + self.tile.rows * (self.line_rows - 1)
 
     @cached_property
     def reach_w(self) -> int:
@@ -196,9 +199,9 @@ class WinogradLayout(LineLayout):
     @cached_property
     def edge(self) -> int:
         """A packed sub-line of one row of each tile row, and what loads and stores touch behind it."""
-        behind = (self.rows - 1) // self.tile.rows * self.pitch
-        reach = self.vectors * self.tile.vec + behind + (self.reach_w - 1) // self.tile.columns
-        return odd_lines(max(reach, behind + round_up(self.pitch, self.tile.vec)))
+        tile_rows, rows = (count // self.tile.rows for count in (self._tile_reach - 1, self.rows - 1))
+        reach = self.vectors * self.tile.vec + tile_rows * self.pitch + (self.reach_w - 1) // self.tile.columns
+        return odd_lines(max(reach, rows * self.pitch + round_up(self.pitch, self.tile.vec)))
 
     @cached_property
     def channel(self) -> int:
@@ -250,8 +253,8 @@ class WinogradLayout(LineLayout):
         direct = height * self.reach_w * self.geometry.in_channels
         depth = max(len(reads(phase, self.tile.planes)) for phase in self.geometry.depth.phases)
         sizes = (
-            self.geometry.in_channels * self.channel * (depth if self.geometry.height.stride > 1 else 1),
-            self.row_size,
+            depth * self.geometry.in_channels * self.channel,
+            depth * self.row_size,
             max(self.most_parts * self.panel, direct),
             self.most_parts * self.products,
             sums,
@@ -288,7 +291,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     for d in g.depth.phases:
         inputs_d, outputs_d = terms(tile.planes, len(d.taps))
         parts_d = len(reads(d, tile.planes))
-        # Loads and sums of planes; a row of these is stored, loaded and dealt out.
+        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out.
         dealt = 1 + 3 * layout.sub_lines // tile.columns
         packing = row_vectors * (2 * inputs_d + dealt * parts_d) + ROW_COST * parts_d
         transforms += g.in_channels * layout.rows * packing
@@ -381,7 +384,7 @@ def ranked_tiles(
                 layout = WinogradLayout(geometry, fold, tile)
                 size = (layout.core_size + layout.pooled_size(geometry.out_channels)) * resources.itemsize
                 fits = size - layout.parts_sizes[0] * resources.itemsize <= resources.cache_bytes
-                spills = SPILL_COST if size > resources.cache_bytes else 1.0
+                spills = SPILL_COST if size > SPILL_SHARE * resources.cache_bytes else 1.0
                 if fits or place == 0:
                     items = math.prod(layout.boxes)
                     busy = imbalance(items * max(1, geometry.batch), resources.units)

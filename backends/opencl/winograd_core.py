@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -150,24 +150,6 @@ def _share(axis: AxisGeometry, outputs: int) -> list[int]:
     return [outputs if len(phase.taps) > 1 else 1 for phase in axis.phases]
 
 
-def depth_terms(layout: WinogradLayout) -> tuple[list[list[int]], list[tuple[int, Fraction]]]:
-    """What planes each depth component is a sum of.
-
-    Returns:
-        For each phase where the terms of each component start, and where the last one's end; and all terms, planes
-        relative to the tile's first position with their factors.
-    """
-    terms: list[tuple[int, Fraction]] = []
-    starts: list[list[int]] = []
-    for phase in layout.geometry.depth.phases:
-        offsets, places = reads(phase, layout.tile.planes), []
-        for row in transform(layout.tile.planes, len(phase.taps)).inputs:
-            places.append(len(terms))
-            terms += [(offset, factor) for offset, factor in zip(offsets, row, strict=True) if factor != 0]
-        starts.append([*places, len(terms)])
-    return starts, terms
-
-
 def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str, object], str, str]:
     """The core's defines, tables and source text.
 
@@ -178,12 +160,11 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     g, tile = layout.geometry, layout.tile
     depth, height, width = (axis.phases for axis in g.axes)
     starts = [0, *accumulate(layout.parts_sizes)]
-    term_starts, terms = depth_terms(layout)
     along_depth = [transform(tile.planes, len(phase.taps)) for phase in depth]
     most_parts = max(len(each.inputs) for each in along_depth)
     first = [[min(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
     last = [[max(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
-    taps_h = sorted({len(phase.taps) for phase in height})
+    taps_d, taps_h = (sorted({len(phase.taps) for phase in phases}) for phases in (depth, height))
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
         "LOW_W": g.width.offset_range[0],
@@ -206,7 +187,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
         "SUM_IC": -(-(g.in_channels // g.groups) // -(-(g.in_channels // g.groups) // SUM)),
         "TAP_WEIGHTS": layout.weights_per_tap,
         "VECTORS": layout.vectors,
-        "MOST_TERMS": max(b - a for each in term_starts for a, b in pairwise(each)),
+        "ROW_SIZE": layout.row_size,
         "USE_SHARE_W": max(_share(g.width, tile.columns)) > 1,
         "SCRATCH_ROW": starts[1],
         "SCRATCH_PANELS": starts[2],
@@ -223,6 +204,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
             + _sums(f"OUTPUT_SUMS_{taps}", transform(tile.rows, taps).outputs)
             for taps in taps_h
         )
+        + "".join(_sums(f"INPUT_SUMS_D_{taps}", transform(tile.planes, taps).inputs) for taps in taps_d)
         + table("SHARE_D", _share(g.depth, tile.planes))
         + table("SHARE_H", _share(g.height, tile.rows))
         + table("SHARE_W", _share(g.width, tile.columns))
@@ -232,9 +214,6 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
         )
         + table("INPUT_D", [reads(phase, tile.planes) for phase in depth])
         + table("PARTS_D", [len(each.inputs) for each in along_depth])
-        + table("TERMS_D", term_starts)
-        + table("TERM_D", [plane for plane, _ in terms])
-        + f"constant REAL FACTOR_D[{len(terms)}] = {{{', '.join(f'R({float(factor)!r})' for _, factor in terms)}}};\n"
         + table("FIRST_PART", first)
         + table("LAST_PART", last)
         + "constant REAL OUTPUT_D"
@@ -250,9 +229,11 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
         + table("DIRECT_WEIGHTS", direct_starts)
         + table("PHASE_WEIGHTS", [direct_size + start for start in winograd_starts(layout)])
         + _for_each("FOR_TAPS", taps_h)
+        + _for_each("FOR_TAPS_D", taps_d)
         + _for_each("FOR_WIDTHS", layout.widths)
     )  # fmt: skip
     text = section("winograd_pack.cl") + section("winograd_range.cl")
+    text += "".join(section("winograd_planes.cl", f"#define TAPS {n}\n") + "#undef TAPS\n" for n in taps_d)
     text += "".join(section("winograd_transforms.cl", f"#define TAPS {n}\n") + "#undef TAPS\n" for n in taps_h)
     text += "".join(section("winograd_product.cl", f"#define TILE_W {n}\n") + "#undef TILE_W\n" for n in layout.widths)
     return values, tables, text + section("core_winograd.cl")

@@ -6,15 +6,14 @@
 //   y = A^T ((G g) * (B^T x))
 //
 // (Winograd, "Arithmetic complexity of computations", 1980; Lavin and Gray, 2016.) transforms.py makes the matrices; the sums of taps
-// are in the packed weights. Along depth tables hold the rows of B^T and A^T; along height and width macros do, and along width one
+// are in the packed weights. Along depth a table holds the rows of A^T; else macros do, and along width one
 // matrix serves all phases. An axis with m = 1 is not transformed: its components are its taps.
 //
-// Width never shuffles lanes but in pack_plane: a row is dealt out to M_W sub-lines, so that a tile's inputs, and its outputs, have the
+// Width never shuffles lanes but in deal_out: a row is dealt out to M_W sub-lines, so that a tile's inputs, and its outputs, have the
 // same place in different sub-lines. The outputs are like M_W times as many phases along width, which the store interleaves.
 //
 // Layouts in scratch
-//   e      [IC][row % M_H][sub-line][row / M_H][PITCH]: rows of one depth component; lane t of tile row i lies at i * PITCH + t.
-//          Where there are several phases along height, which read the same ones, of all components.
+//   e      [depth component][IC][row % M_H][sub-line][row / M_H][PITCH]: rows; lane t of tile row i lies at i * PITCH + t.
 //   v, z   [component][channel][a chunk's lanes]: transformed input, and products. Components start on different sets of the caches.
 //   lines  [jd][jh][channel][column and phase along width][LINE], of the planes of one tile
 // Weights: for each (rd, rh, depth component) [group][block of channels][component][channel tile][IC/groups][THREAD_C], behind those
@@ -44,10 +43,12 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
   const bool border = SHARE_D[rd] == 1 || planes < M_D || start < 0 || start + PARTS_D[rd] > ID;
   global int *const marks = (global int *)(scratch + SCRATCH_MARKS);
   for (int i = 0; i < VECTORS * VEC; i++) marks[i] = 0;
+  // Phases along height read the same rows.
+#define PACK_PLANES(n) if (rh == 0 && TAPS_D[rd] == n) PASTE(pack_planes_, n)(scratch, row, x, base, rd, first_h, operands);
+  FOR_TAPS_D(PACK_PLANES)
+  MARK(PACK)
   for (int part = 0; part < PARTS_D[rd]; part++) {
-    global REAL *const e = scratch + (STRIDE_H > 1 ? part : 0) * (IC * CHANNEL);
-    if (rh == 0) pack_plane(e, row, x, base, TERMS_D[rd][part], TERMS_D[rd][part + 1], first_h, operands);
-    MARK(PACK)
+    global const REAL *const e = scratch + (size_t)part * (IC * CHANNEL);
     global const REAL *const first_w = weights + PHASE_WEIGHTS[rd * STRIDE_H + rh] + part * parts * TAP_WEIGHTS;
     const bool measured = transformed && (part == 1 || border);
     for (int first = 0; first < vectors; first += THREAD_W) {
