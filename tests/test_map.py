@@ -100,6 +100,11 @@ def test_all_chunks_are_of_one_length(
         mapped(source, tmp_path / f"y{suffix}", chunk=3)
         np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
     assert set(lengths) == {3}
+    monkeypatch.setattr(mapping, "CHUNK_BYTES", 10 * (X[0].nbytes + expected[0].nbytes))
+    assert (
+        mapped(source, tmp_path / "y.npy", chunk=None).chunk == 6
+    )  # with 10, the second would be nine items over again
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
 
 
 def test_zarr_arrays_of_any_make_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
