@@ -163,8 +163,9 @@ def map_files(
     operator = plan.operator
     items, piece = operator.batch, batch_chunk(array)
     length = chunk or max(1, CHUNK_BYTES // max(1, _item_bytes(plan, name)))
-    if chunk is None:  # whole pieces, since each piece is read as often as it is needed
-        length = length // piece * piece or min(piece, LONGER * length)
+    if chunk is None:  # whole pieces, since each is read as often as it is needed; one alone is read where it lies
+        if piece > 1:
+            length = length // (3 * piece) * piece or min(piece, LONGER * length)
         if length % piece == 0:  # as short as so few can be, since the last one is as long as the others
             length = piece * -(-items // (max(1, -(-items // length)) * piece))
     length = max(1, min(length, items))
