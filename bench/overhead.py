@@ -2,10 +2,11 @@
 
     python bench/overhead.py [--devices opencl:0] [--calls 300] [--table]
 
-Tiny operators of one and of two launches are called through `CompiledOperator` (the whole call), through a prepared
-call (without looking at the arguments), and straight through the backend's executable. The three take turns, block by
-block, and each block gives one sample: its time divided by its calls. What the kernels take comes from the device's
-clock, and the parts of a call from a stopwatch around functions, in calls of their own. See bench/README.md.
+Tiny operators of one and of three launches are called through `CompiledOperator` (the whole call), through a prepared
+call (without looking at the arguments), and straight through the backend's executable; and PyOpenCL alone enqueues the
+same kernels, with their arguments set, and waits for them. The four take turns, block by block, and each block gives
+one sample: its time divided by its calls. What the kernels take comes from the device's clock, and the parts of a call
+from a stopwatch around functions, in calls of their own. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from bench import common
 from bench.common import Run, bind_case, say
 from dispatcher.call.compiled import CompiledOperator
 from dispatcher.check.inputs import random_tensors
-from dispatcher.interface import Timings
-from dispatcher.timing.sampling import sample_beside, timed
+from dispatcher.interface import Tensors, Timings
+from dispatcher.timing.sampling import sample_beside
 
 PROGRAM = "overhead"
 GUIDE = ROOT / "docs" / "opencl-cpu.md"
@@ -41,21 +42,54 @@ TINY = {
 }
 #: What of a call the stopwatch sees; binding is what the launches take besides enqueueing and waiting.
 PARTS = ("arguments", "result array", "weights", "binding", "enqueueing", "waiting", "the rest")
-COLUMNS = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host")
+COLUMNS = ("call", "dispatcher", "dispatcher_arguments", "backend", "backend_kernels", "backend_host", "bare")
 
 
-def block(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """``calls`` calls in a row."""
+def block(call: Callable[[], Any], calls: int) -> Callable[[], float]:
+    """The seconds of ``calls`` calls in a row, behind as many that nobody times: the first ones find what the machine
+    did before in the caches, and its clock."""
 
-    def run() -> None:
+    def run() -> float:
         for _ in range(calls):
             call()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - start
+
+    return run
+
+
+def bare(executable: Any, tensors: Tensors) -> Callable[[], None]:
+    """A copy of the launches of ``executable``, an ``OpenClExecutable``, whose arguments are set for good."""
+    import pyopencl as cl
+
+    from dispatcher.backends.opencl.executable import OpenClExecutable
+
+    again = OpenClExecutable(executable._runtime, executable._operator, executable._options)
+    kept: list[Any] = []
+    run_launches = again._run_launches
+
+    def keep(*arguments: Any) -> None:
+        kept.append(arguments)
+        run_launches(*arguments)
+
+    with patch.object(again, "_run_launches", keep):
+        again(tensors, None, None)
+    commands = [
+        (launch._kernel.raw, (launch.lowered.items,), (launch.lowered.local,)) for launch in kept[0][0].launches
+    ]
+
+    def run(memory: Any = kept) -> None:  # kernels do not keep their arguments alive
+        events = [cl.enqueue_nd_range_kernel(again._queue, *command) for command in commands]
+        again._queue.finish()
+        events.clear()
 
     return run
 
 
 def parts_of(call: Callable[[], Any], calls: int) -> dict[str, float]:
-    """Where the time of a call goes, in microseconds: medians of a block of ``calls`` calls, the fastest of some."""
+    """Where the time of a call goes, in microseconds: means of a block of ``calls`` calls, the fastest of some."""
     import pyopencl as cl
 
     from dispatcher.backends.opencl.executable import OpenClExecutable, Plan
@@ -89,7 +123,7 @@ def parts_of(call: Callable[[], Any], calls: int) -> dict[str, float]:
                 each.append(0.0)
             call()
     blocks = [
-        {name: 1e6 * statistics.median(each[at : at + calls]) for name, each in taken.items()}
+        {name: 1e6 * statistics.fmean(each[at : at + calls]) for name, each in taken.items()}
         for at in range(0, WATCHED_BLOCKS * calls, calls)
     ]
     found = min(blocks, key=lambda block: sum(block.values()))
@@ -98,7 +132,7 @@ def parts_of(call: Callable[[], Any], calls: int) -> dict[str, float]:
 
 
 def measure_device(problem: str, device: Any, run: Run) -> dict[str, Any]:
-    """Samples of the three ways to call, in seconds a call, the kernels' own time, and the parts of a call."""
+    """Samples of the ways to call, in seconds a call, the kernels' own time, and the parts of a call."""
     operator, settings = bind_case(problem, None, TINY), run.settings
     tensors = random_tensors(operator, 0)
     x = {operator.source: tensors[operator.source]}
@@ -112,10 +146,9 @@ def measure_device(problem: str, device: Any, run: Run) -> dict[str, Any]:
         "call": lambda: compiled(**x),
         "prepared": prepared,
         "backend": lambda: executable(tensors, None, None),
+        "bare": bare(executable, tensors),
     }
-    for call in ways.values():
-        block(call, 20)()
-    blocks = {name: timed(block(call, settings.calls)) for name, call in ways.items()}
+    blocks = {name: block(call, settings.calls) for name, call in ways.items()}
     sampling = sample_beside(run.probe, settings.quiet_limit, blocks, settings.repeats)
     for name, reason in sampling.failures.items():
         raise SystemExit(f"overhead: {device.id}, {name}: {reason}")
@@ -139,11 +172,11 @@ def measure_device(problem: str, device: Any, run: Run) -> dict[str, Any]:
 def conclude(entry: dict[str, Any], threshold: float) -> None:
     """Put summaries and the split into a device's entry."""
     results = entry["results"]
-    call, prepared, backend = (
-        common.add_statistics(results[name], threshold).median_s for name in ("call", "prepared", "backend")
+    call, prepared, backend, alone = (
+        common.add_statistics(results[name], threshold).median_s for name in ("call", "prepared", "backend", "bare")
     )
     kernels = entry["kernel_median_s"]
-    split = (call, call - backend, call - prepared, backend, kernels, backend - kernels)
+    split = (call, call - backend, call - prepared, backend, kernels, backend - kernels, alone)
     entry["fastest_us"] = 1e6 * results["call"]["min_s"]
     entry["parts_us"]["the rest"] = entry["fastest_us"] - sum(entry["parts_us"].values())
     entry["split_us"] = {name: 1e6 * seconds for name, seconds in zip(COLUMNS, split, strict=True)}
@@ -157,10 +190,11 @@ def report_text(report: dict[str, Any]) -> str:
     for entry in report["entries"]:
         split, parts = entry["split_us"], entry["parts_us"]
         mark = "~" if any(result["noisy"] for result in entry["results"].values()) else ""
-        times = (entry["fastest_us"], *(parts[name] for name in PARTS), split["backend_kernels"])
-        times = (*times, entry["fastest_us"] - parts["waiting"])
+        call, alone = entry["fastest_us"], 1e6 * entry["results"]["bare"]["min_s"]
+        times = (call, alone, call - alone, *(parts[name] for name in PARTS), split["backend_kernels"])
+        times = (*times, call - parts["waiting"])
         rows.append([f"{entry['label']}, {len(entry['launches'])}", *(f"{mark}{each:.1f}" for each in times)])
-    titles = ("device, launches", "call", *PARTS, "kernels", "all but waiting")
+    titles = ("device, launches", "call", "bare runtime", "ours = call - bare", *PARTS, "kernels", "all but waiting")
     lines += common.markdown(titles, rows)
     results = [result for entry in report["entries"] for result in entry["results"].values()]
     return "\n".join([*lines, "", common.drop_note(report, results)])

@@ -1,6 +1,7 @@
 """Random transposed convolutions, ours against PyTorch on the CPU: where is the OpenCL backend slow?
 
     python bench/sweep.py                       40 geometries, every OpenCL CPU device
+    python bench/sweep.py --table               also writes the table into docs/opencl-cpu.md
     python bench/sweep.py --count 10 --seed 7 --devices opencl:1
 
 The geometries follow from the seed: strides 1 to 3 and kernels 1 to 5 on each axis, dilation 1 or 2, groups,
@@ -36,6 +37,7 @@ from dispatcher.timing.sampling import Times
 PROGRAM = "sweep"
 PROBLEM = "conv-transpose-3d-asym-input-sq-kernel"
 PEER_NAMES = ("torch", "torch-channels-last")
+GUIDE = ROOT / "docs" / "opencl-cpu.md"
 COUNT, REPEATS, WORST = 40, 5, 5
 LEAST_FLOPS, MOST_FLOPS = 2e8, 5e9
 #: Elements of the input and of the output: larger ones would measure the memory only.
@@ -198,6 +200,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="measure only the geometries with these numbers")  # fmt: skip
     add("--peers", nargs="*", choices=PEER_NAMES, default=list(PEER_NAMES), metavar="NAME",
         help=f"of {', '.join(PEER_NAMES)} (default: both)")  # fmt: skip
+    add("--table", action="store_true", help="write the table into docs/opencl-cpu.md")
     return parser.parse_args(arguments)
 
 
@@ -237,8 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     settings = parse(arguments)
     report = measure(settings)
-    common.keep(report, settings.output)
+    name = common.keep(report, settings.output).name
     print(report_text(report))
+    if settings.table:
+        common.write_table(GUIDE, PROGRAM, name, report_text(report))
     mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
     return 1 if any(mine & set(entry["failures"]) for entry in report["entries"]) else 0
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import anatomy, common, compare_checkouts, cpu_peers, family, isa, overhead, sweep  # noqa: E402
+from bench import anatomy, choices, common, compare_checkouts, cpu_peers, family, isa, overhead, sweep  # noqa: E402
 from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
@@ -432,6 +432,20 @@ def test_the_sweep_runs(opencl_cpu: None, tmp_path: Path) -> None:
             assert report["entries"][found["worst"][0]]["ratios"][name]["value"] == min(ratios)
 
 
+def test_choices_are_compared_with_what_else_there_is(opencl_cpu: None) -> None:
+    device = common.cpu_devices(None)[0][0]
+    ways = choices.alternatives(device, bind(sweep.load_problem(sweep.PROBLEM), sweep.geometries(8, 0)[7], {}))
+    assert [name[:2] for name in ways] == sorted((name[:2] for name in ways), key=["ch", "di", "F("].index)
+    assert {"ch", "di", "F("} == {name[:2] for name in ways}
+    entry = {"geometry": "g", "label": "ours", "plans": {"chosen": {"why": "cheap"}}}
+    entry["results"] = {name: {"samples": [[t, 9.0, 9.0]]} for name, t in (("chosen", 0.003), ("direct 4x4", 0.002))}
+    choices.conclude(entry, 1.0)
+    assert entry["fastest"] == "direct 4x4" and entry["lost"] == pytest.approx(1.5)
+    text = choices.report_text({"entries": [entry], "busy": None})
+    assert "| g | ours | 2 | 3.00 | cheap | 2.00 | direct 4x4 | 1.50 |" in text
+    assert "ours: within 1.15 on 0 of 1, geometric mean 1.500" in text
+
+
 @pytest.mark.parametrize(
     "core, problem, empty",
     [
@@ -468,6 +482,7 @@ def test_overhead_runs(opencl_cpu: None, tmp_path: Path) -> None:
         parts = entry["parts_us"]
         assert tuple(parts) == overhead.PARTS and sum(parts.values()) == pytest.approx(entry["fastest_us"])
         assert min(parts[name] for name in overhead.PARTS[:-1]) > 0
+        assert 0 < entry["results"]["bare"]["min_s"] < entry["results"]["call"]["median_s"]
 
 
 @pytest.fixture(scope="module")

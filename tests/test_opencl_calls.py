@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,40 @@ def test_operators_of_one_program_keep_their_arguments(opencl: Device) -> None:
     for _ in range(2):
         for factor, call in zip((1, 2, 4), calls, strict=True):
             np.testing.assert_array_equal(call(), factor * first)
+
+
+def test_tiny_operators_are_waited_for_awake(opencl: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dispatcher.backends.opencl import BACKEND
+
+    class Last:
+        looks = 0
+
+        @property
+        def command_execution_status(self) -> int:
+            self.looks += 1
+            return 3 - self.looks
+
+    runtime = BACKEND._runtime(opencl)
+    x, w = conv_tensors().values()
+    looks = []
+    for units, repeats in ((2, 1), (1, 1), (2, 1000)):
+        monkeypatch.setattr(runtime, "facts", replace(runtime.facts, compute_units=units))
+        compiled = dispatcher.compile(CONV, device=opencl.id, kernel=w)
+        last = Last()
+        compiled.prepare(input=np.repeat(x, repeats, axis=0)).choice.executable._finish(last)
+        looks.append(last.looks)
+    assert looks == [3, 0, 0]
+
+
+def test_a_block_returns_when_the_last_view_is_gone() -> None:
+    from dispatcher.backends.opencl.memory import HUGE_PAGE, HostPool
+
+    pool = HostPool(4 * HUGE_PAGE)
+    for shape in ((4, 4), (HUGE_PAGE, 2)):
+        array = pool.empty(shape, np.dtype(np.uint8))
+        address, view = array.ctypes.data, array[1:].T
+        del array
+        assert address % 4096 == 0 and not pool.ready(view.base.nbytes)
+        del view
+        assert pool.ready(shape[0] * shape[1])
+        assert pool.empty(shape, np.dtype(np.uint8)).ctypes.data == address

@@ -177,6 +177,16 @@ def test_the_matrices_of_an_axis_make_every_phase(kernel: int, stride: int, padd
         assert sums == z[sum(layout.parts_w[:number]) : sum(layout.parts_w[: number + 1])]
 
 
+def test_wide_rows_of_many_channels_are_worth_fewer_products() -> None:
+    """128 channels of 1024 results fill the cache more than once, which costs less than half as many products more."""
+    axes = [AxisGeometry(name, size, kernel) for name, size, kernel in (("d", 1, 1), ("h", 1024, 3), ("w", 1024, 3))]
+    geometry = ConvGeometry(1, 16, 128, 1, axes[0], axes[1], axes[2])
+    for vec in (8, 16):
+        resources = Resources(device_class(vec), vec, 4, 900_000, 2)
+        _, tile = ranked_tiles(geometry, None, resources, Wanted())[0]
+        assert math.prod(tile.outputs) == 6
+
+
 def test_packed_weights_start_where_the_kernel_looks() -> None:
     axes = [AxisGeometry("depth", 4, 3, 2, 1), AxisGeometry("height", 4, 4, 2, 1), AxisGeometry("width", 9, 3, 2, 1)]
     geometry = ConvGeometry(1, 4, 5, 1, axes[0], axes[1], axes[2])

@@ -28,6 +28,9 @@ from dispatcher.problem.operator import Operator
 
 #: Neighbouring elements that a CPU's work-item converts between 16-bit and 32-bit floats; other devices' convert one.
 HALF_RUN = 1024
+#: Operators of no more FLOPs and bytes than BRIEF are waited for without sleeping, for so many seconds: a thread that
+#: slept is woken late, and with cold caches.
+BRIEF, BRIEF_S = 1 << 20, 100e-6
 
 
 def launches_of(runtime: OpenClRuntime, operator: Operator, options: Options) -> list[Launch]:
@@ -97,6 +100,8 @@ class OpenClExecutable:
         self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
         self._lock = threading.Lock()
         self._queue = runtime.queue()
+        # A device of one unit may need the core that would wait.
+        self._brief = runtime.facts.compute_units > 1 and max(operator.flops, operator.ideal_bytes) <= BRIEF
         self._final = len(operator.steps)
         self._result_bytes = math.prod(operator.output_shape) * (2 if self._half else self._real.itemsize)
         self._plans: dict[Options, Plan] = {}
@@ -281,7 +286,15 @@ class OpenClExecutable:
             mapped, _ = cl.enqueue_map_buffer(
                 self._queue, target, cl.map_flags.READ, 0, output.shape, output.dtype, is_blocking=False
             )
-            mapped.base.release(self._queue)
-            self._queue.finish()
+            self._finish(mapped.base.release(self._queue))
         else:
             cl.enqueue_copy(self._queue, output, target, is_blocking=True)
+
+    def _finish(self, last: Any) -> None:
+        """Wait for the queue, whose last command has the event ``last``."""
+        if self._brief:
+            self._queue.flush()
+            end, complete = time.perf_counter() + BRIEF_S, cl.command_execution_status.COMPLETE
+            while last.command_execution_status > complete and time.perf_counter() < end:
+                pass
+        self._queue.finish()

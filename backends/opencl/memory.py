@@ -24,7 +24,7 @@ def _whole(nbytes: int) -> int:
     return -(-max(1, nbytes) // ALIGNMENT) * ALIGNMENT
 
 
-def _fresh(size: int) -> np.ndarray:
+def _fresh(size: int) -> _Block:
     """A new block of ``size`` bytes; a large one in huge pages, where the system has them.
 
     A gigabyte in pages of 4 KiB takes a quarter of a million page faults, more than a second.
@@ -37,21 +37,20 @@ def _fresh(size: int) -> np.ndarray:
             pages.madvise(mmap.MADV_HUGEPAGE)
         raw, alignment = np.frombuffer(pages, np.uint8), HUGE_PAGE
     start = -raw.ctypes.data % alignment
-    return raw[start : start + size]
+    return raw[start : start + size].view(_Block)
 
 
-class _Block:
-    """Owner of one aligned block, as NumPy's buffer interface wants it; gives it back when it dies."""
+class _Block(np.ndarray):
+    """All bytes of an aligned block; one with a pool goes back there when the array over it, and its views, are gone.
 
-    _memory: np.ndarray | None = None  # a signal may arrive before there is any
+    A subclass, since NumPy lets an array keep the owner of a plain view alive in place of the view.
+    """
 
-    def __init__(self, pool: HostPool, memory: np.ndarray) -> None:
-        self._pool, self._memory = pool, memory
-        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+    pool: HostPool | None = None
 
     def __del__(self) -> None:
-        if self._memory is not None:
-            self._pool.give_back(self._memory)
+        if self.pool is not None:
+            self.pool.give_back(self.base)
 
 
 class HostPool:
@@ -63,7 +62,7 @@ class HostPool:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        self._idle: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._idle: dict[int, list[_Block]] = defaultdict(list)
         self._idle_bytes = 0
         # Garbage collection can run anywhere, also inside this class, so the lock is reentrant.
         self._lock = threading.RLock()
@@ -84,10 +83,12 @@ class HostPool:
                 del self._idle[size]
         if memory is None:
             memory = _fresh(size)
-        owned = np.asarray(_Block(self, memory))
-        return owned[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        block = memory.view()
+        block.pool = self
+        array: np.ndarray = np.ndarray(shape, dtype, block)
+        return array
 
-    def give_back(self, memory: np.ndarray) -> None:
+    def give_back(self, memory: Any) -> None:
         """Take a block back, or let it go when enough lie idle."""
         with self._lock:
             if self._idle_bytes + memory.nbytes <= self._keep_bytes:

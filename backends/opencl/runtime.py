@@ -249,8 +249,13 @@ def _same_memory(array: np.ndarray) -> np.ndarray:
 
     The caller keeps ``array`` alive.
     """
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    return np.ctypeslib.as_array(memory)
+    view: np.ndarray = array.view()
+    try:
+        view.flags.writeable = True
+    except ValueError:  # its owner may not write to it either
+        memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+        return np.ctypeslib.as_array(memory)
+    return view
 
 
 def _any_pointer(device: Any) -> bool:

@@ -56,6 +56,8 @@ MOST_SPREAD = 4
 EDGE_COST = 1.0
 #: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
 SPILL_COST, SPILL_SHARE = 1.05, 0.75
+#: The same where all but the packed input fits the cache no more, for each time that the cache is filled; and the most.
+OVERFLOW_COST, MOST_OVERFLOW = 0.05, 1.5
 #: How many sub-lines a row of results is interleaved from by whole vectors.
 INTERLEAVED = (1, 2, 3, 4, 6)
 #: Cost of storing a vector of results element by element, in multiply-adds.
@@ -389,6 +391,8 @@ def ranked_tiles(
                     items = math.prod(layout.boxes)
                     busy = imbalance(items * max(1, geometry.batch), resources.units)
                     cost = spills * items * work(layout, device) * busy
+                    if not fits:
+                        cost *= min(MOST_OVERFLOW, 1.0 + OVERFLOW_COST * size / resources.cache_bytes)
                     # Within the error of the estimates transforms of fewer outputs win, which round less.
-                    candidates.append((cost if fits else 1.5 * cost, (order, number, size), tile))
+                    candidates.append((cost, (order, number, size), tile))
     return best_first(candidates)

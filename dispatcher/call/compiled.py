@@ -533,8 +533,8 @@ class CompiledOperator(Shown):
             if choice.executable is None:
                 return np.empty(operator.output_shape, program.dtype) if output is None else output
             inputs = self._inputs(program, choice, tensors)
-            on_host = all(isinstance(array, np.ndarray) for array in inputs.values())  # where the result will be
-            fresh = output is None and on_host and not getattr(choice.executable, "result_ready", False)
+            fresh = output is None and not getattr(choice.executable, "result_ready", False)
+            fresh = fresh and all(isinstance(array, np.ndarray) for array in inputs.values())  # so will be the result
             check_host_memory(operator, choice.device, fresh)
             trace = tracing.current()
             if trace is not None and timings is None:

@@ -55,8 +55,9 @@ def dtype_name(dtype: Any) -> Any:
 def needs_gradient(tensors: Iterable[Any]) -> bool:
     """Whether PyTorch records what is done, for one of these values that requires gradients."""
     torch = sys.modules.get("torch")
-    wanted = any(is_tensor(tensor) and tensor.requires_grad for tensor in tensors)
-    return wanted and torch is not None and bool(torch.is_grad_enabled())
+    if torch is None:
+        return False
+    return any(is_tensor(tensor) and tensor.requires_grad for tensor in tensors) and bool(torch.is_grad_enabled())
 
 
 def outside_of_dynamo(function: Callable[P, R]) -> Callable[P, R]:
