@@ -350,7 +350,7 @@ def map_command(
     settings: SetOption = None,
     dtype: DtypeOption = None,
     precision: PrecisionOption = "fp32",
-    chunk: Annotated[str | None, option("N", "Batch items at a time; about 32 MB of them if left out.")] = None,
+    chunk: Annotated[str | None, option("N", "Batch items at a time; about 100 MB of them if left out.")] = None,
     workers: Annotated[str | None, option("N", "Processes of this machine; this one if left out.")] = None,
     scheduler: Annotated[str | None, option("ADDRESS", "A Dask scheduler, whose workers see the files.")] = None,
     resume: Annotated[bool, flag("Do what is missing of a call that was broken off.", "--resume")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import os
 import resource
 import signal
@@ -99,6 +100,11 @@ def test_all_chunks_are_of_one_length(
         mapped(source, tmp_path / f"y{suffix}", chunk=3)
         np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
     assert set(lengths) == {3}
+    monkeypatch.setattr(mapping, "CHUNK_BYTES", 10 * (X[0].nbytes + expected[0].nbytes))
+    assert (
+        mapped(source, tmp_path / "y.npy", chunk=None).chunk == 6
+    )  # with 10, the second would be nine items over again
+    np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
 
 
 def test_zarr_arrays_of_any_make_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +131,45 @@ def test_npy_files_of_any_layout_are_read(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(content(tmp_path / "y.npy"), 2 * x)
 
 
-def test_what_was_read_makes_room_for_what_comes_next(tmp_path: Path) -> None:
-    x = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
-    np.save(tmp_path / "x.npy", x)
-    first = read_items(tmp_path / "x.npy", 0, 2)
-    assert read_items(tmp_path / "x.npy", 3, 5, first) is first
-    np.testing.assert_array_equal(first, x[3:5])
+@pytest.mark.parametrize("chunks", [None, (4, 2, 3), (4, 1, 3)])
+def test_items_are_read_where_they_lie(tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
+    """Nothing is copied of a file, and of a piece of a Zarr that is stored as it is."""
+    x = drawn(10, 2, 3)
+    if chunks is None:
+        path = file = tmp_path / "x.npy"
+        np.save(path, x)
+    else:
+        zarr, path = pytest.importorskip("zarr"), tmp_path / "x.zarr"
+        if not hasattr(zarr, "create_array"):
+            pytest.skip("this Zarr does not say where its pieces lie")
+        zarr.create_array(str(path), shape=x.shape, chunks=chunks, dtype=x.dtype, compressors=None)[:] = x
+        file = path / "c" / "1" / "0" / "0"
+    whole, over = read_items(path, 5, 8), read_items(path, 2, 6)
+    np.testing.assert_array_equal(whole, x[5:8])
+    np.testing.assert_array_equal(over, x[2:6])
+    in_place = chunks != (4, 1, 3)
+    assert isinstance(whole.base, mmap.mmap) == in_place
+    os.truncate(file, 20)
+    if in_place:
+        with pytest.raises((InputError, OSError), match="damaged" if chunks is None else "has become shorter"):
+            read_items(path, 5, 8)
+
+
+@pytest.mark.parametrize("how", [{"compressors": "auto"}, {"zarr_format": 2}, {"dtype": ">f4", "zarr_format": 2},
+                                 {"serializer": {"name": "bytes", "configuration": {"endian": "big"}}},
+                                 {"filters": [{"name": "transpose", "configuration": {"order": [0, 2, 1]}}]},
+                                 {"order": "F", "zarr_format": 2}])  # fmt: skip
+def test_pieces_of_a_zarr_that_are_coded(tmp_path: Path, how: dict[str, Any]) -> None:
+    zarr = pytest.importorskip("zarr")
+    if not hasattr(zarr, "create_array"):
+        pytest.skip("this Zarr knows no codecs")
+    x = np.where(np.arange(6)[:, None, None] < 2, np.float32(0), drawn(6, 2, 3))  # of the first piece there is no file
+    kept = zarr.create_array(
+        str(tmp_path / "x.zarr"), shape=x.shape, chunks=(2, 2, 3), **{"dtype": "f4", "compressors": None, **how}
+    )
+    kept[:] = x
+    for first in (0, 2, 3, 4):
+        np.testing.assert_array_equal(read_items(tmp_path / "x.zarr", first, first + 2), x[first : first + 2])
 
 
 def test_a_disk_that_is_full(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

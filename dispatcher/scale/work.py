@@ -4,7 +4,6 @@ a chunk wherever it is sent."""
 from __future__ import annotations
 
 import uuid
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,10 @@ class Work:
     Args:
         compiled: the operator.
         token: the same for its copies.
-
-    Attributes:
-        spare: chunks of input that have been worked on, to read the next ones into.
     """
 
     def __init__(self, compiled: CompiledOperator, token: str = "") -> None:
         self.compiled, self.token = compiled, token or uuid.uuid4().hex
-        self.spare: deque[np.ndarray] = deque()
 
     def __call__(self, **tensors: np.ndarray) -> np.ndarray:
         """The result for the batch items of ``tensors``."""
