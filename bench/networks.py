@@ -4,23 +4,26 @@
     python bench/networks.py --only unet-3d --repeats 5 --devices opencl:1
 
 Each contender takes a tensor of PyTorch (N, C, ...) and gives one back; weights are known beforehand. All have the
-same number of threads and compute in float32. Every result is checked against PyTorch in float64 before anything is
-timed. See bench/README.md.
+same number of threads and compute in float32. Each has a process of its own, since some libraries move the threads of
+others to other processors. Every result is checked against PyTorch in float64 before anything is timed. See
+bench/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +128,10 @@ def video(widths: Sequence[int], classes: int) -> nn.Sequential:
 
 #: How each is made, and the shape of its input.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "unet-3d": (lambda: UNet((16, 32, 64), 3), (1, 1, 64, 64, 64)),
-    "decoder-2d": (lambda: decoder(2, (128, 64, 32, 16), 3), (4, 128, 16, 16)),
-    "decoder-3d": (lambda: decoder(3, (64, 32, 16), 1), (1, 64, 16, 16, 16)),
-    "video": (lambda: video((16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
+    "unet-3d": (partial(UNet, (16, 32, 64), 3), (1, 1, 64, 64, 64)),
+    "decoder-2d": (partial(decoder, 2, (128, 64, 32, 16), 3), (4, 128, 16, 16)),
+    "decoder-3d": (partial(decoder, 3, (64, 32, 16), 1), (1, 64, 16, 16, 16)),
+    "video": (partial(video, (16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
 }
 
 
@@ -174,44 +177,89 @@ PEERS: dict[str, Callable[[nn.Module, Any], Call]] = {
 
 
 # ---- one network -------------------------------------------------------------------------------------------
+def given(make: Callable[[], nn.Module], shape: Sequence[int]) -> tuple[nn.Module, Any]:
+    """The same network and input in each process."""
+    torch.manual_seed(SEED)
+    return make().eval(), torch.randn(shape)
+
+
+@torch.no_grad()
+def contend(
+    pipe: Connection, make: Callable[[], nn.Module], shape: Sequence[int], prepare: Callable[..., Call]
+) -> None:
+    """What a contender's process does: say how it got ready, or why it is out, and the seconds of a call when asked."""
+    torch.set_num_threads(cores())
+    module, x = given(make, shape)
+    wanted = copy.deepcopy(module).double()(x.double())
+    start = time.perf_counter()
+    try:
+        call = partial(prepare(copy.deepcopy(module), x), x)
+        found = call()
+        setup_s = seconds_since(start)
+        difference = max(float((y.double() - wanted).abs().max() / wanted.abs().max()) for y in (found, call()))
+        if not difference <= TOLERANCE:
+            raise ValueError(f"it differs from float64 by {difference:.2g} of the largest value")
+    except Exception as error:  # whatever a library raises
+        pipe.send(describe(error))
+        return
+    pipe.send({"setup_s": setup_s, "difference": difference})
+    turn = timed(call)
+    while pipe.recv():
+        pipe.send(turn())
+
+
+@contextmanager
+def process(*task: Any) -> Iterator[Connection]:
+    """A process that does :func:`contend`, and this end of its pipe."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=contend, args=(there, *task), daemon=True)
+    child.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        child.kill()
+        child.join()
+
+
+def ask(pipe: Connection) -> float:
+    """Seconds of one call of a contender."""
+    pipe.send(True)
+    return float(pipe.recv())
+
+
 def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     """Prepare, check and time everybody on one network."""
     settings = run.settings
     make, shape = NETWORKS[name]
-    torch._dynamo.reset()
-    torch.manual_seed(SEED)
-    module, x = make().eval(), torch.randn(shape)
-    makers = {each: PEERS[each] for each in settings.peers} | {d.id: partial(ours, device=d.id) for d in devices}
+    module, x = given(make, shape)
     with FlopCounterMode(display=False) as counter:
-        wanted = copy.deepcopy(module).double()(x.double())
-    numbers = sum(each.numel() for each in (x, wanted, *module.parameters()))
-    calls: dict[str, Callable[[], Any]] = {}
+        result = module(x)
+    numbers = sum(each.numel() for each in (x, result, *module.parameters()))
+    makers = {each: PEERS[each] for each in settings.peers} | {d.id: partial(ours, device=d.id) for d in devices}
+    turns: dict[str, Callable[[], float]] = {}
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
-    for each, prepare in makers.items():
-        say(f"{name}: preparing {each}")
-        start = time.perf_counter()
-        try:
-            call = partial(prepare(copy.deepcopy(module), x), x)
-            found = call()
-            setup_s = seconds_since(start)
-            difference = max(float((y.double() - wanted).abs().max() / wanted.abs().max()) for y in (found, call()))
-        except Exception as error:  # whatever a library raises
-            failures[each] = describe(error)
-            continue
-        if not difference <= TOLERANCE:
-            failures[each] = f"it differs from float64 by {difference:.2g} of the largest value"
-            continue
-        calls[each], results[each] = call, {"setup_s": setup_s, "difference": difference}
-    gc.collect()
-    turns = {each: timed(call) for each, call in calls.items()}
-    sampling = sample_beside(run.probe, settings.quiet_limit, turns, settings.repeats)
+    with ExitStack() as stack:
+        for each, prepare in makers.items():
+            say(f"{name}: preparing {each}")
+            pipe = stack.enter_context(process(make, shape, prepare))
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                answer = "its process ended"
+            if isinstance(answer, str):
+                failures[each] = answer
+            else:
+                turns[each], results[each] = partial(ask, pipe), answer
+        sampling = sample_beside(run.probe, settings.quiet_limit, turns, settings.repeats)
     failures |= sampling.failures
     for each, reason in failures.items():
         say(f"{name}: {each} is out: {reason}")
         results.pop(each, None)
-    for each, result in results.items():
-        result["samples"] = common.sample_lists(sampling.samples[each])
+    for each, answer in results.items():
+        answer["samples"] = common.sample_lists(sampling.samples[each])
     facts = {"network": name, "shape": list(shape), "flops": counter.get_total_flops(), "ideal_bytes": 4 * numbers}
     return {**facts, "results": results, "failures": failures}
 

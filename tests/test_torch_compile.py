@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,14 +252,17 @@ def test_wrong_arguments_and_the_entry_point() -> None:
     assert name == "dispatcher" and entry.load() is backend
 
 
+def twice(module: Any, x: Any) -> Any:
+    """A contender that is wrong."""
+    return lambda y: 2 * module(y)
+
+
 def test_the_benchmark_of_networks_checks_first(
     opencl: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(module: Any, x: Any) -> Any:
-        return lambda y: module(y) * 1.001
-
-    monkeypatch.setattr(networks, "NETWORKS", {"tiny": (lambda: networks.decoder(1, (8, 8), 1), (1, 8, 4))})
-    monkeypatch.setattr(networks, "PEERS", {"eager": networks.PEERS["eager"], "wrong": wrong})
+    tiny = partial(networks.decoder, 1, (8, 8), 1)
+    monkeypatch.setattr(networks, "NETWORKS", {"tiny": (tiny, (1, 8, 4))})
+    monkeypatch.setattr(networks, "PEERS", {"eager": networks.PEERS["eager"], "wrong": twice})
     monkeypatch.setattr(common, "probe_on", lambda index: sampling.Probe("a probe", 100.0, 1.0, lambda: 100.0))
     output = tmp_path / "networks.json"
     options = ["--repeats", "1", "--force", "--devices", opencl.id, "--output", str(output)]
