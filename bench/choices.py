@@ -139,10 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in entries:
         conclude(entry, run.threshold)
     report = run.report(seed=settings.seed, scale=settings.scale, entries=entries)
-    name = common.keep(report, settings.output).name
-    print(report_text(report))
-    if settings.table:
-        common.write_table(GUIDE, PROGRAM, name, report_text(report))
+    common.publish(report, settings, report_text(report), GUIDE)
     return 0
 
 

@@ -380,6 +380,14 @@ def write_table(guide: Path, program: str, results: str, table: str) -> None:
     guide.write_text(text, encoding="utf-8")
 
 
+def publish(report: Mapping[str, Any], settings: argparse.Namespace, text: str, guide: Path) -> None:
+    """Keep a report, print its text, and with ``--table`` write that into a guide."""
+    name = keep(report, settings.output).name
+    print(text)
+    if settings.table:
+        write_table(guide, report["program"], name, text)
+
+
 def machine_text(report: Mapping[str, Any]) -> str:
     """The machine of a report, and what all were limited to."""
     machine = report["machine"]

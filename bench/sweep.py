@@ -240,10 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write the results, print the table."""
     settings = parse(arguments)
     report = measure(settings)
-    name = common.keep(report, settings.output).name
-    print(report_text(report))
-    if settings.table:
-        common.write_table(GUIDE, PROGRAM, name, report_text(report))
+    common.publish(report, settings, report_text(report), GUIDE)
     mine = {each["name"] for each in report["contenders"] if each["device"] is not None}
     return 1 if any(mine & set(entry["failures"]) for entry in report["entries"]) else 0
 
