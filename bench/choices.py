@@ -11,7 +11,7 @@ bench/README.md.
 
 from __future__ import annotations
 
-import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from dispatcher import load_problem
 from dispatcher.check.inputs import random_tensors
 from dispatcher.interface import Device
 from dispatcher.problem.operator import bind
-from dispatcher.timing.sampling import Times, sample_beside, timed
+from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM, REPEATS = "choices", 5
 GUIDE = ROOT / "docs" / "opencl-cpu.md"
@@ -46,10 +46,8 @@ def alternatives(device: Device, operator: Any) -> dict[str, dict[str, str]]:
     from dispatcher.backends.opencl import lines
     from dispatcher.backends.opencl.classes import device_class
     from dispatcher.backends.opencl.options import Options
-    from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
-    found = find_devices()[device.index]
-    facts, geometry = OpenClRuntime(found.platform, found.device).facts, operator.convolutions[0].geometry
+    facts, geometry = common.opencl_runtime(device.index).facts, operator.convolutions[0].geometry
     ways = {CHOSEN: {"tuned": "ignore"}}
     for c, w in device_class(facts.vec).register_tiles:
         ways[f"direct {c}x{w}"] = {"algorithm": "direct", "tile": f"{c}x{w}"}
@@ -72,8 +70,7 @@ def measure(sizes: Mapping[str, int], device: Device, run: Run) -> dict[str, Any
         compiled = dispatcher.compile(operator.problem, device=device.id, options=options, **operator.sizes)
         launch = compiled.explain(**tensors).launches[0]
         plan = {"algorithm": launch.algorithm, **launch.detail}
-        same = [other for other, known in plans.items() if {**known, "why": ""} == {**plan, "why": ""}]
-        if same:
+        if any({**known, "why": ""} == {**plan, "why": ""} for known in plans.values()):
             continue
         plans[name] = plan
         found = compiled(**tensors)
@@ -110,9 +107,9 @@ def report_text(report: Mapping[str, Any]) -> str:
     for label in dict.fromkeys(entry["label"] for entry in report["entries"]):
         lost = [entry["lost"] for entry in report["entries"] if entry["label"] == label]
         within = sum(value <= MOST_LOST for value in lost)
-        mean = math.exp(sum(map(math.log, lost)) / len(lost))
+        mean, median = statistics.geometric_mean(lost), statistics.median(lost)
         lines.append(f"{label}: within {MOST_LOST:.2f} on {within} of {len(lost)}, geometric mean {mean:.3f}, median "
-                     f"{Times(tuple(lost)).median_s:.3f}, most {max(lost):.2f}.")  # fmt: skip
+                     f"{median:.3f}, most {max(lost):.2f}.")  # fmt: skip
     results = [result for entry in report["entries"] for result in entry["results"].values()]
     return "\n".join([*common.markdown(titles, rows), "", *lines, "", common.drop_note(report, results)])
 

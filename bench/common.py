@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -249,14 +250,22 @@ def cpu_devices(wanted: Sequence[str] | None) -> tuple[list[Device], dict[str, s
     return chosen, left_out
 
 
-def probe_on(index: int) -> Probe:
-    """A calibrated probe on the OpenCL CPU device of that index."""
-    from dispatcher.backends.opencl.roofline import probe
+@cache
+def opencl_runtime(index: int) -> Any:
+    """Context and facts of the OpenCL device of that index, the same each time."""
     from dispatcher.backends.opencl.runtime import OpenClRuntime, find_devices
 
     found = find_devices()[index]
-    run, copy_rate = probe(OpenClRuntime(found.platform, found.device), COPY_BYTES)
-    return Probe(found.name, copy_gbytes_per_s=copy_rate, _run=run).calibrated()
+    return OpenClRuntime(found.platform, found.device)
+
+
+def probe_on(index: int) -> Probe:
+    """A calibrated probe on the OpenCL CPU device of that index."""
+    from dispatcher.backends.opencl.roofline import probe
+    from dispatcher.backends.opencl.runtime import find_devices
+
+    run, copy_rate = probe(opencl_runtime(index), COPY_BYTES)
+    return Probe(find_devices()[index].name, copy_gbytes_per_s=copy_rate, _run=run).calibrated()
 
 
 def device_label(device: Device) -> str:

@@ -101,9 +101,8 @@ def test_all_chunks_are_of_one_length(
         np.testing.assert_array_equal(content(tmp_path / f"y{suffix}"), expected)
     assert set(lengths) == {3}
     monkeypatch.setattr(mapping, "CHUNK_BYTES", 10 * (X[0].nbytes + expected[0].nbytes))
-    assert (
-        mapped(source, tmp_path / "y.npy", chunk=None).chunk == 6
-    )  # with 10, the second would be nine items over again
+    # With 10, the second would be nine items over again.
+    assert mapped(source, tmp_path / "y.npy", chunk=None).chunk == 6
     np.testing.assert_array_equal(content(tmp_path / "y.npy"), expected)
 
 

@@ -252,9 +252,9 @@ def test_wrong_arguments_and_the_entry_point() -> None:
     assert name == "dispatcher" and entry.load() is backend
 
 
-def twice(module: Any, x: Any) -> Any:
-    """A contender that is wrong."""
-    return lambda y: 2 * module(y)
+def wrong(module: Any, x: Any) -> Any:
+    """A contender that is wrong by little."""
+    return lambda y: module(y) * 1.001
 
 
 def test_the_benchmark_of_networks_checks_first(
@@ -262,7 +262,7 @@ def test_the_benchmark_of_networks_checks_first(
 ) -> None:
     tiny = partial(networks.decoder, 1, (8, 8), 1)
     monkeypatch.setattr(networks, "NETWORKS", {"tiny": (tiny, (1, 8, 4))})
-    monkeypatch.setattr(networks, "PEERS", {"eager": networks.PEERS["eager"], "wrong": twice})
+    monkeypatch.setattr(networks, "PEERS", {"eager": networks.PEERS["eager"], "wrong": wrong})
     monkeypatch.setattr(common, "probe_on", lambda index: sampling.Probe("a probe", 100.0, 1.0, lambda: 100.0))
     output = tmp_path / "networks.json"
     options = ["--repeats", "1", "--force", "--devices", opencl.id, "--output", str(output)]
