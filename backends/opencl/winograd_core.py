@@ -11,7 +11,7 @@ import numpy as np
 
 from dispatcher.backends.opencl.render import section, table
 from dispatcher.backends.opencl.tiles import LineLayout
-from dispatcher.backends.opencl.transforms import Row, transform
+from dispatcher.backends.opencl.transforms import Row, sums_of, transform
 from dispatcher.backends.opencl.winograd import WinogradLayout, reads
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase
 
@@ -125,15 +125,13 @@ def width_outputs(layout: WinogradLayout) -> list[Row]:
 
 
 def _sums(name: str, rows: Sequence[Row]) -> str:
-    """A macro ``name(source, target)``: vectors ``target`` are the matrix ``rows`` times the vectors ``source``."""
+    """A macro ``name(x, y)``: vectors ``y`` are the matrix ``rows`` times the vectors ``x``."""
     statements = []
-    for i, row in enumerate(rows):
-        terms = [(k, factor) for k, factor in enumerate(row) if factor != 0]
+    for step in sums_of(rows):
         # Begin with a term that needs no multiplication, if there is one.
-        terms.sort(key=lambda term: (abs(term[1]) != 1, term[1] < 0))
-        value = "" if terms else "SPLAT(R(0.0))"
-        for k, factor in terms:
-            operand = f"(x)[{k}]"
+        value = "" if step.terms else "SPLAT(R(0.0))"
+        for source, factor in sorted(step.terms, key=lambda term: (abs(term[1]) != 1, term[1] < 0)):
+            operand = f"(x)[{source[1:]}]" if source.startswith("x") else source
             if abs(factor) == 1:
                 sign = "-" if factor < 0 else "+" if value else ""
                 value = f"{value} {sign} {operand}".strip()
@@ -141,7 +139,8 @@ def _sums(name: str, rows: Sequence[Row]) -> str:
                 value = f"fma({operand}, SPLAT(R({float(factor)!r})), {value})"
             else:
                 value = f"{operand} * SPLAT(R({float(factor)!r}))"
-        statements.append(f"(y)[{i}] = {value};")
+        target = f"(y)[{step.name[1:]}]" if step.name.startswith("y") else f"const real_v {step.name}"
+        statements.append(f"{target} = {value};")
     return f"#define {name}(x, y) do {{ {' '.join(statements)} }} while (0)\n"
 
 
