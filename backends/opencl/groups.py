@@ -340,15 +340,15 @@ def whole_planes(step: Normalize | Softmax | Reduce) -> bool:
 def wanted_statistics(step: Step) -> Statistics | str:
     """What of its source's rows would spare ``step`` a pass over them, or why nothing would."""
     match step:
-        case Normalize(axes=axes):
+        case Normalize():
             wanted = Statistics("moments")
-        case Softmax(axes=axes):
+        case Softmax():
             wanted = Statistics("exponentials")
-        case Reduce(axes=axes, form=form) if form.shifted:
+        case Reduce(form=form) if form.shifted:
             if form.lift != "exp_v(x)" or form.monoid is not SUM:
                 return f"{step.op} needs two passes"
             wanted = Statistics("exponentials")
-        case Reduce(axes=axes, form=form):
+        case Reduce(form=form):
             wanted = Statistics("total", form)
         case _:
             return f"{step.op} needs no statistics"

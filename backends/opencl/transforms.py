@@ -165,9 +165,11 @@ def sums_of(rows: Sequence[Row]) -> list[Sum]:
     done: dict[int, Sum] = {}
     for i, j in combinations(range(len(left)), 2):
         first, second = left[i], left[j]
-        if {i, j} & set(done) or len(first) < 3 or {k: abs(f) for k, f in first.items()} != {
-            k: abs(f) for k, f in second.items()
-        }:
+        if (
+            {i, j} & set(done)
+            or len(first) < 3
+            or {k: abs(f) for k, f in first.items()} != {k: abs(f) for k, f in second.items()}
+        ):
             continue
         parts = [[(k, f) for k, f in first.items() if (f == second[k]) is same] for same in (True, False)]
         if all(parts):

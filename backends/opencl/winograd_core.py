@@ -40,7 +40,7 @@ def even_weights(weight: np.ndarray, layout: LineLayout) -> bool:
     channels = geometry.in_channels // geometry.groups
     sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
     largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
-    even = (sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all()
+    even = (sizes.sum(axis=1) >= min(math.sqrt(channels) / 4.0, channels / 16.0) * largest).all()
     vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
     return not mixed or bool(even and vanishing.max() <= channels // 8)
 
