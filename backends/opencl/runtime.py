@@ -129,10 +129,14 @@ class Kernel:
 
 
 class OpenClRuntime:
-    """One device with its context. Programs are built once for each source text."""
+    """One device with its context. Programs are built once for each source text.
 
-    def __init__(self, platform: Any, device: Any) -> None:
-        self.platform, self.device = platform, device
+    Args:
+        rates: of its register tiles; see :attr:`dispatcher.backends.opencl.target.Facts.rates`.
+    """
+
+    def __init__(self, platform: Any, device: Any, rates: str = "") -> None:
+        self.platform, self.device, self._rates = platform, device, rates
         if "portable computing" in platform.name.lower():
             discard_damaged(cache_folder())
         self.context = cl.Context([device])
@@ -157,6 +161,7 @@ class OpenClRuntime:
             largest_buffer=device.max_mem_alloc_size,
             unified=bool(device.host_unified_memory),
             any_pointer=_any_pointer(device),
+            rates=self._rates,
         )
 
     def queue(self) -> Any:

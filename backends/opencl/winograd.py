@@ -280,7 +280,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     boxes_h = layout.boxes[1]
     vectors = sum(count * number for count, number in layout.box_vectors) / boxes_h
     steps = sum(
-        count * (device.tile_cost(tile.thread_c, width) - LOOP_SAVED)
+        count * (device.tile_cost(tile.thread_c, width, "winograd") - LOOP_SAVED)
         for count, number in layout.box_vectors
         for width in layout.chunk_widths(number)
     )
