@@ -12,8 +12,8 @@ from importlib.resources import files
 CORES, RATES = ("direct", "winograd"), "register_tile_rates"
 #: A tile's rate, as a share of the best one of all, by core, channels and vectors.
 Rates = Mapping[tuple[str, int, int], float]
-#: A tile that costs so much more than estimated does so on every day; below, estimates stand.
-SLOWER = 1.08
+#: What costs so much more than estimated was not made so by noise; below, estimates stand.
+SLOWER = 1.15
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class DeviceClass:
         broadcast: cost of loading one number into all lanes.
         register_tiles: ``(thread_c, thread_w)`` of the direct core that fit the registers, best first among equals.
         winograd_tiles: the same for the Winograd core.
-        probed_tiles: tiles of both cores that are taken only where they were measured to cost what is estimated.
         channel_tiles: vectors of output channels, and the most positions, of register tiles with these in the lanes;
             sums and weights fit the registers.
         rates: of register tiles, where they were measured.
@@ -43,7 +42,6 @@ class DeviceClass:
     broadcast: float
     register_tiles: tuple[tuple[int, int], ...]
     winograd_tiles: tuple[tuple[int, int], ...]
-    probed_tiles: tuple[tuple[int, int], ...]
     channel_tiles: tuple[tuple[int, int], ...]
     rates: Rates = field(default_factory=dict, hash=False)
 
@@ -62,21 +60,6 @@ class DeviceClass:
         estimates = replace(self, rates={})
         ratios = {(core, c, w): self.tile_cost(c, w, core) / estimates.tile_cost(c, w) for core, c, w in self.rates}
         return {tile: ratio for tile, ratio in ratios.items() if ratio > 1.0}
-
-    def with_rates(self, rates: Rates) -> DeviceClass:
-        """The class of a device whose tiles were measured."""
-        measured = replace(self, rates=rates)
-        slower = measured.slower()
-
-        def tiles(core: str, known: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-            good = [(c, w) for c, w in self.probed_tiles if (core, c, w) in rates and (core, c, w) not in slower]
-            return (*known, *good)
-
-        return replace(
-            measured,
-            register_tiles=tiles("direct", self.register_tiles),
-            winograd_tiles=tiles("winograd", self.winograd_tiles),
-        )
 
     def channel_cost(self, vectors: int, positions: int) -> float:
         """The same with so many vectors of output channels and positions; each load feeds few multiply-adds."""
@@ -97,7 +80,6 @@ def device_classes() -> tuple[DeviceClass, ...]:
             entry["broadcast"],
             tuple((c, w) for c, w in entry["register_tiles"]),
             tuple((c, w) for c, w in entry["winograd_tiles"]),
-            tuple((c, w) for c, w in entry["probed_tiles"]),
             tuple((vectors, positions) for vectors, positions in entry["channel_tiles"]),
         )
         for entry in json.loads(text)["classes"]
@@ -127,4 +109,4 @@ def device_class(vec: int, rates: str = "") -> DeviceClass:
     """
     fitting = [entry for entry in device_classes() if entry.vec <= vec]
     found = max(fitting, key=lambda entry: entry.vec) if fitting else device_classes()[-1]
-    return found.with_rates(_rates(rates))
+    return replace(found, rates=_rates(rates))

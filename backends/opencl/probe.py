@@ -7,6 +7,7 @@ Compilers spill some tiles, and cores differ in how many loads they make beside 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,18 +23,25 @@ DEPTH, CHANNELS, TAPS, PARTS = 48, 32, 3, 4
 #: Vectors of a line.
 LINE = 8
 #: Operations of a turn, turns of each tile, and the seconds after which there are no more.
-TURN_FLOPS, TURNS, LIMIT_S = 2e7, 16, 0.5
+TURN_FLOPS, TURNS, LIMIT_S = 2e7, 24, 0.6
+#: Seconds between turns: others, or the host of a virtual machine, slow a core down for spells.
+PAUSE_S = 0.01
 
 
 def measured_tiles(device: DeviceClass) -> list[tuple[str, int, int]]:
-    """Core, channels and vectors of the tiles to measure: those that fill half of the registers."""
+    """Core, channels and vectors of the tiles to measure.
+
+    Those that fill half of the registers may spill; the single vectors behind them have few sums that go on at the same
+    time, and many loads.
+    """
     lists = device.register_tiles, device.winograd_tiles
-    return [
+    large = [
         (core, c, w)
         for core, tiles in zip(CORES, lists, strict=True)
-        for c, w in (*tiles, *device.probed_tiles)
+        for c, w in tiles
         if 2 * (c + 1) * w > device.registers
     ]
+    return list(dict.fromkeys(large + [(core, c, 1) for core, c, _ in large if c >= 4]))
 
 
 def source(vec: int, tiles: list[tuple[str, int, int]]) -> str:
@@ -80,20 +88,21 @@ def measure(runtime: OpenClRuntime) -> Rates:
         nanoseconds: float = event.profile.end - event.profile.start
         return rounds * per_round / max(1.0, nanoseconds)
 
-    rate(0)  # some runtimes compile at the first launch
+    rate(0)  # some runtimes compile at the first launch, and a core that slept is slow at first
     rates, start = [0.0] * len(tiles), time.perf_counter()
     for _ in range(TURNS):
-        # In turns, since a host of virtual machines has slow spells.
         rates = [max(known, rate(number)) for number, known in enumerate(rates)]
         if time.perf_counter() - start > LIMIT_S:
             break
+        time.sleep(PAUSE_S)
+        rate(0)
     return {tile: each / max(rates) for tile, each in zip(tiles, rates, strict=True)}
 
 
 def tile_facts(runtime: OpenClRuntime) -> dict[str, str]:
     """What the self-test keeps of a CPU device: rates of its register tiles, and what follows, for people."""
     rates = measure(runtime)
-    slower = device_class(runtime.facts.vec).with_rates(rates).slower()
+    slower = replace(device_class(runtime.facts.vec), rates=rates).slower()
     which = ", ".join(f"{core} {c}x{w} by {100 * (ratio - 1):.0f} %" for (core, c, w), ratio in slower.items())
     found = f"cost more than estimated: {which}" if which else "cost what is estimated"
     return {RATES: rates_text(rates), CALIBRATION: f"{len(rates)} register tiles were measured, and {found}"}
