@@ -42,6 +42,7 @@ def test_what_was_measured_counts_where_it_is_clearly_worse(vec: int) -> None:
     assert spilled.tile_cost(c, w) == pytest.approx(c * w / SPILLED)
     assert list(spilled.slower()) == [("direct", c, w)]
     assert spilled.tile_cost(c, w, "winograd") == shipped.tile_cost(c, w)  # the loop of another core
+    assert device_class(vec, measured(vec, **{f"direct_{c}x{w}": 0.0})).tile_cost(c, w) == pytest.approx(100 * c * w)
 
 
 def test_tiles_that_spill_are_not_chosen() -> None:

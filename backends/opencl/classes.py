@@ -87,8 +87,8 @@ def device_classes() -> tuple[DeviceClass, ...]:
 
 
 def rates_text(rates: Rates) -> str:
-    """Rates in percent as a text, such as ``direct 4x4 98, winograd 4x4 100``."""
-    return ", ".join(f"{core} {c}x{w} {100 * rate:.0f}" for (core, c, w), rate in rates.items())
+    """Rates in percent, 1 at least, as a text, such as ``direct 4x4 98, winograd 4x4 100``."""
+    return ", ".join(f"{core} {c}x{w} {max(1.0, 100 * rate):.0f}" for (core, c, w), rate in rates.items())
 
 
 def _rates(text: str) -> Rates:
