@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.backends.opencl import render, tiles
+from dispatcher.backends.opencl import render, tiles, winograd
 from dispatcher.backends.opencl.classes import device_class, device_classes
 from dispatcher.backends.opencl.options import OUTPUTS as OUTPUT_OPTIONS
 from dispatcher.backends.opencl.options import Options
@@ -270,6 +270,24 @@ def test_device_classes_are_sound() -> None:
     assert device_class(16).vec == 16 and device_class(8).vec == 8 and device_class(1).vec == 4
 
 
+@pytest.mark.parametrize(("channels", "lanes"), [(12, 4), (6, 2), (5, 1)])
+def test_tiles_at_edges_cost_what_their_vectors_take(
+    monkeypatch: pytest.MonkeyPatch, channels: int, lanes: int
+) -> None:
+    axes = [AxisGeometry(name, 12, 3) for name in ("depth", "height", "width")]
+    geometry = ConvGeometry(1, 16, 120, 1, *axes)
+
+    def edges(thread_c: int) -> float:
+        layout = WinogradLayout(geometry, None, Tile(16, thread_c, 2, 2, 2, False, 2, planes=2, columns=2))
+        costs = []
+        for cost in (1.0, 0.0):
+            monkeypatch.setattr(winograd, "EDGE_COST", cost)
+            costs.append(winograd.work(layout, device_class(16)))
+        return costs[0] - costs[1]
+
+    assert edges(channels) == pytest.approx(edges(8) * 8 / lanes) and edges(8) > 0
+
+
 #: Pipelines with one, two and three taps a phase, heights that end within a tile, groups, and channels that end within
 #: a register tile.
 OPERATORS = {
@@ -304,7 +322,8 @@ def test_every_transform_on_every_cpu(backend_device: Device, outputs: str, name
     if max(m) == 1 or (name == "two_and_three_taps" and m[2] == 3):
         m = (1, 1, 2)
     fixed = {"algorithm": "winograd", "planes": str(m[0]), "rows": str(m[1]), "columns": str(m[2])}
-    layouts = ({"line": "rows", "tile": "5x1"}, {"line": "flat", "box": f"{2 * m[0]}x{2 * m[1]}", "tile": "3x2"})
+    wide = "6x2" if outputs == "222" else "3x2"
+    layouts = ({"line": "rows", "tile": "5x1"}, {"line": "flat", "box": f"{2 * m[0]}x{2 * m[1]}", "tile": wide})
     for number, options in enumerate(layouts):
         for kind in ("signed", "one_nan", "one_inf")[: 1 + 2 * number]:
             tensors = tensors_of(operator, kind)

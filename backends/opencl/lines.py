@@ -15,7 +15,6 @@ import numpy as np
 
 from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
 from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
-from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -79,7 +78,7 @@ def ranked(
     flat = None if options.line is None else options.line == "flat"
     channels = options.line == "channels"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
-    resources = Resources(device_class(facts.vec), facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+    resources = Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:

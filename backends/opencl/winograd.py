@@ -288,7 +288,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     boxes_h = layout.boxes[1]
     vectors = sum(count * number for count, number in layout.box_vectors) / boxes_h
     steps = sum(
-        count * (device.tile_cost(tile.thread_c, width) - LOOP_SAVED)
+        count * (device.tile_cost(tile.thread_c, width, "winograd") - LOOP_SAVED)
         for count, number in layout.box_vectors
         for width in layout.chunk_widths(number)
     )
@@ -324,8 +324,13 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
         store *= 1 if layout.fold is None else 1 / math.prod(layout.fold.window)
     edge_taps = _edge_taps(g, layout.positions, tile.outputs)
     tiles = tile_rows * layout.line_positions * math.prod(tile.outputs)
-    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / tile.thread_c
+    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / edge_lanes(tile.thread_c)
     return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store + edges)
+
+
+def edge_lanes(channels: int) -> int:
+    """Lanes of the vectors that so many output channels of such a tile are cut into: the widest that they fill."""
+    return min(16, channels & -channels)
 
 
 @cache

@@ -12,7 +12,7 @@ import numpy as np
 from dispatcher.backends.opencl.render import section, table
 from dispatcher.backends.opencl.tiles import LineLayout
 from dispatcher.backends.opencl.transforms import Row, sums_of, transform
-from dispatcher.backends.opencl.winograd import WinogradLayout, reads
+from dispatcher.backends.opencl.winograd import WinogradLayout, edge_lanes, reads
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase
 
 #: Input channels that are added up in one sum.
@@ -166,6 +166,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     taps_d, taps_h = (sorted({len(phase.taps) for phase in phases}) for phases in (depth, height))
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
+        "EDGE_LANES": edge_lanes(tile.thread_c),
         "LOW_W": g.width.offset_range[0],
         "MOST_TAPS": max(axis.most_taps for axis, m in zip(g.axes, tile.outputs, strict=True) if m > 1),
         "M_D": tile.planes, "M_H": tile.rows, "M_W": tile.columns,

@@ -165,18 +165,17 @@ COLD_LOOP
   }
 }
 
-// Channels of one register tile side by side.
-#if THREAD_C == 4 || THREAD_C == 8 || THREAD_C == 16
-typedef PASTE(REAL, THREAD_C) channels_v;
-#define LOAD_C(pointer) PASTE(vload, THREAD_C)(0, (pointer))
-#define STORE_C(value, pointer) PASTE(vstore, THREAD_C)((value), 0, (pointer))
-#define CHANNELS_V 1
-#else
+// Channels of one register tile side by side, EDGE_LANES in a vector.
+#if EDGE_LANES == 1
 typedef REAL channels_v;
 #define LOAD_C(pointer) (*(pointer))
 #define STORE_C(value, pointer) (*(pointer) = (value))
-#define CHANNELS_V THREAD_C
+#else
+typedef PASTE(REAL, EDGE_LANES) channels_v;
+#define LOAD_C(pointer) PASTE(vload, EDGE_LANES)(0, (pointer))
+#define STORE_C(value, pointer) PASTE(vstore, EDGE_LANES)((value), 0, (pointer))
 #endif
+#define CHANNELS_V (THREAD_C / EDGE_LANES)
 
 // Adds the products of one input plane, number `part` of those that a tile reads, to the lines of the tile at `lane`, without transforms.
 // Lanes are output channels here. patch: room for what the tile reads, [row][input along width][IC].
@@ -229,7 +228,7 @@ COLD_LOOP
               for (int i = 0; i < GROUP_IC; i++, from++, wt += THREAD_C)
 #pragma unroll
                 for (int n = 0; n < CHANNELS_V; n++) {
-                  const channels_v factor = LOAD_C(wt + n);
+                  const channels_v factor = LOAD_C(wt + n * EDGE_LANES);
 #pragma unroll
                   for (int jh = 0; jh < M_H; jh++)
 #pragma unroll
@@ -243,7 +242,7 @@ COLD_LOOP
 #pragma unroll
             for (int jw = 0; jw < M_W; jw++)
 #pragma unroll
-              for (int n = 0; n < CHANNELS_V; n++) STORE_C(acc[jh][jw][n], results + (jh * M_W + jw) * THREAD_C + n);
+              for (int n = 0; n < CHANNELS_V; n++) STORE_C(acc[jh][jw][n], results + (jh * M_W + jw) * THREAD_C + n * EDGE_LANES);
 COLD_LOOP
           for (int i = 0; i < M_H * M_W * THREAD_C; i++) {
             const int n = i % THREAD_C, q = i / THREAD_C % M_W * PHASES_W + rw, channel = group * GROUP_OC + c + n;
