@@ -18,9 +18,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,16 @@ sys.path.insert(0, str(ROOT))
 import dispatcher
 from bench import common
 from bench.common import Run, bind_case, say
+from bench.processes import Process
 from dispatcher.check.inputs import random_tensors
 from dispatcher.device.selection import describe
 from dispatcher.errors import InputError
 from dispatcher.interface import Timings
-from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.model import Problem
+from dispatcher.problem.operator import Operator, bind, operator_dict
 from dispatcher.timing import charts, contenders
 from dispatcher.timing.contenders import OtherLibrary
-from dispatcher.timing.peers import PEERS
+from dispatcher.timing.peers import PEER_SLACK, PEERS, Peer
 from dispatcher.timing.sampling import Probe, Times, ratio, seconds_since
 
 PROGRAM, SCHEMA = "cpu_peers", 1
@@ -62,6 +64,11 @@ class Contender:
     name: str
     label: str
     device: str | None = None
+
+    @cached_property
+    def process(self) -> Process:
+        """Its own, for all operators."""
+        return Process(Seat)
 
 
 def contenders_of(run: Run) -> list[Contender]:
@@ -89,6 +96,67 @@ class Ours(contenders.Contender):
         return {"launches": self._compiled.explain().as_dict()["launches"]}
 
 
+class Seat:
+    """What a contender's process holds: the contender on the operator of the moment, and its latest result."""
+
+    _contender: contenders.Contender | None = None
+
+    def prepare(
+        self, name: str, peer: Peer | None, problem: Problem, numbers: Sequence[Mapping[str, Any]], seed: int
+    ) -> None:
+        """Get ready for an operator, on tensors of a seed."""
+        self._contender = None  # its memory comes first
+        operator = bind(problem, *numbers)
+        tensors = random_tensors(operator, seed)
+        if peer is None:
+            self._contender = Ours(operator, tensors, name)
+        else:
+            contenders.PEERS[name] = peer  # as the parent has it
+            self._contender = OtherLibrary(operator, tensors, name)
+        self._contender.witness = self
+
+    def see(self, contender: contenders.Contender, result: np.ndarray) -> None:
+        """Keep the result of a call, which may be overwritten afterwards."""
+        self._result = np.array(result)
+
+    def run(self) -> np.ndarray:
+        """The result of a call."""
+        self._contender.call()
+        result, self._result = self._result, None
+        return result
+
+    def timed(self) -> float:
+        """Seconds of a call."""
+        return self._contender.timed()
+
+    def facts(self) -> dict[str, Any]:
+        """What a result file has to say of it."""
+        setup_s = self._contender.compile_s + self._contender.first_s
+        return {**self._contender.facts(), "setup_s": setup_s}
+
+
+class Apart(contenders.Contender):
+    """A contender in a process of its own, as its parent sees it."""
+
+    def __init__(self, operator: Operator, entrant: Contender, seed: int) -> None:
+        super().__init__(operator, entrant.name, entrant.device or f"{entrant.label} (cpu)")
+        peer = None if entrant.device else contenders.PEERS[entrant.name]
+        self.slack = PEER_SLACK if peer else 1.0
+        self._ask = entrant.process.ask
+        self._ask("prepare", entrant.name, peer, operator.problem, (operator.sizes, operator.scalars), seed)
+
+    def run(self, timings: Timings | None = None) -> np.ndarray:
+        result: np.ndarray = self._ask("run")
+        return result
+
+    def timed(self) -> float:
+        return float(self._ask("timed"))
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = self._ask("facts")
+        return facts
+
+
 def race(
     operator: Operator,
     title: str,
@@ -98,14 +166,8 @@ def race(
     seed: int = SEED,
 ) -> dict[str, Any]:
     """Prepare, check and time every contender on one operator, on tensors of a seed; see :func:`common.race`."""
-    tensors = random_tensors(operator, seed)
-    makers: dict[str, Callable[[], contenders.Contender]] = {
-        each.name: partial(OtherLibrary, operator, tensors, each.name)
-        if each.device is None
-        else partial(Ours, operator, tensors, each.device)
-        for each in entrants
-    }
-    return {"seed": seed, **common.race(title, operator, tensors, makers, probe, settings)}
+    makers = {each.name: partial(Apart, operator, each, seed) for each in entrants}
+    return {"seed": seed, **common.race(title, operator, random_tensors(operator, seed), makers, probe, settings)}
 
 
 def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: float) -> None:
