@@ -19,9 +19,11 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,10 @@ from bench import common
 from bench.common import Run, bind_case, say
 from bench.processes import Process
 from dispatcher.check.inputs import random_tensors
+from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import describe
 from dispatcher.errors import InputError
 from dispatcher.interface import Timings
-from dispatcher.problem.model import Problem
 from dispatcher.problem.operator import Operator, bind, operator_dict
 from dispatcher.timing import charts, contenders
 from dispatcher.timing.contenders import OtherLibrary
@@ -47,6 +49,9 @@ from dispatcher.timing.sampling import Probe, Times, ratio, seconds_since
 PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
+#: Processes have input tensors of their own up to this share of the memory that is available. Shared ones lie in small
+#: pages, which cost ours 1 to 4 percent and PyTorch nothing.
+OWN_SHARE = 0.25
 SMALL, FULL = "small batches", "kernelbench cases"
 
 
@@ -68,7 +73,7 @@ class Contender:
     @cached_property
     def process(self) -> Process:
         """Its own, for all operators."""
-        return Process(Seat)
+        return Process(Seat, self.name, self.device)
 
 
 def contenders_of(run: Run) -> list[Contender]:
@@ -96,26 +101,32 @@ class Ours(contenders.Contender):
         return {"launches": self._compiled.explain().as_dict()["launches"]}
 
 
+def contender(
+    operator: Operator, tensors: Mapping[str, np.ndarray], name: str, device: str | None
+) -> contenders.Contender:
+    """A contender in this process; see :class:`Contender` for who it is."""
+    return OtherLibrary(operator, tensors, name) if device is None else Ours(operator, tensors, device)
+
+
 class Seat:
     """What a contender's process holds: the contender on the operator of the moment, and its latest result."""
 
     _contender: contenders.Contender | None = None
 
-    def prepare(
-        self, name: str, peer: Peer | None, problem: Problem, numbers: Sequence[Mapping[str, Any]], seed: int
-    ) -> None:
-        """Get ready for an operator, on tensors of a seed."""
+    def __init__(self, name: str, device: str | None) -> None:
+        self._who = name, device
+
+    def prepare(self, peer: Peer | None, folder: str | None, *task: Any) -> None:
+        """Get ready for an operator, given as :func:`bind` takes it, on tensors in a folder, or of its own."""
         self._contender = None  # its memory comes first
-        operator = bind(problem, *numbers)
-        tensors = random_tensors(operator, seed)
-        if peer is None:
-            self._contender = Ours(operator, tensors, name)
-        else:
-            contenders.PEERS[name] = peer  # as the parent has it
-            self._contender = OtherLibrary(operator, tensors, name)
+        if peer is not None:
+            contenders.PEERS[self._who[0]] = peer  # as the parent has it
+        operator = bind(*task)
+        tensors = random_tensors(operator, SEED) if folder is None else mapped(folder)
+        self._contender = contender(operator, tensors, *self._who)
         self._contender.witness = self
 
-    def see(self, contender: contenders.Contender, result: np.ndarray) -> None:
+    def see(self, _: contenders.Contender, result: np.ndarray) -> None:
         """Keep the result of a call, which may be overwritten afterwards."""
         self._result = np.array(result)
 
@@ -138,12 +149,12 @@ class Seat:
 class Apart(contenders.Contender):
     """A contender in a process of its own, as its parent sees it."""
 
-    def __init__(self, operator: Operator, entrant: Contender, seed: int) -> None:
+    def __init__(self, operator: Operator, entrant: Contender, folder: str | None) -> None:
         super().__init__(operator, entrant.name, entrant.device or f"{entrant.label} (cpu)")
         peer = None if entrant.device else contenders.PEERS[entrant.name]
         self.slack = PEER_SLACK if peer else 1.0
         self._ask = entrant.process.ask
-        self._ask("prepare", entrant.name, peer, operator.problem, (operator.sizes, operator.scalars), seed)
+        self._ask("prepare", peer, folder, operator.problem, operator.sizes, operator.scalars)
 
     def run(self, timings: Timings | None = None) -> np.ndarray:
         result: np.ndarray = self._ask("run")
@@ -158,16 +169,24 @@ class Apart(contenders.Contender):
 
 
 def race(
-    operator: Operator,
-    title: str,
-    entrants: Sequence[Contender],
-    probe: Probe,
-    settings: argparse.Namespace,
-    seed: int = SEED,
+    operator: Operator, title: str, entrants: Sequence[Contender], probe: Probe, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Prepare, check and time every contender on one operator, on tensors of a seed; see :func:`common.race`."""
-    makers = {each.name: partial(Apart, operator, each, seed) for each in entrants}
-    return {"seed": seed, **common.race(title, operator, random_tensors(operator, seed), makers, probe, settings)}
+    """Prepare, check and time every contender on one operator; see :func:`common.race`."""
+    tensors = random_tensors(operator, SEED)
+    with ExitStack() as stack:
+        folder, available = None, available_bytes()
+        if available and len(entrants) * sum(each.nbytes for each in tensors.values()) > OWN_SHARE * available:
+            folder = stack.enter_context(TemporaryDirectory())
+            for name, array in tensors.items():
+                np.save(Path(folder, f"{name}.npy"), array)
+            tensors = mapped(folder)
+        makers = {each.name: partial(Apart, operator, each, folder) for each in entrants}
+        return {"seed": SEED, **common.race(title, operator, tensors, makers, probe, settings)}
+
+
+def mapped(folder: str) -> dict[str, np.ndarray]:
+    """The tensors in the files of a folder, whose memory all processes share."""
+    return {path.stem: np.asarray(np.load(path, mmap_mode="c")) for path in Path(folder).iterdir()}
 
 
 def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: float) -> None:

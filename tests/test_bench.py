@@ -222,6 +222,7 @@ def unwritten_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = 
 def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"right": reference_peer, "missing": missing_peer, "wrong": wrong_peer, "unwritten": unwritten_peer}
     monkeypatch.setattr(timing_contenders, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()})
+    monkeypatch.setattr(cpu_peers, "OWN_SHARE", 0.0)
     contenders = [cpu_peers.Contender(name, name) for name in made]
     sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
     operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
