@@ -122,6 +122,7 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
         lambda x: F.leaky_relu(x, 0.2),
         lambda x: torch.max(x, 0.2 * x),
         lambda x: torch.where(x > 0, x, 0.2 * x),
+        lambda x: torch.where(x < 0, 0.2 * x, x),
     ],
     "softplus": [F.softplus, lambda x: torch.log1p(torch.exp(x))],
     "softsign": [F.softsign, lambda x: x / (1 + x.abs())],
@@ -351,6 +352,42 @@ def test_operands_of_any_kind(place: int) -> None:
     imported(module, random(2, 2, 4, 5), grow=False)
 
 
+def filled(x: Any, value: float) -> Any:
+    x[x < value] = value
+    return x
+
+
+#: Choices, each of which makes a number of NaN.
+CHOICES: list[Callable[..., Any]] = [
+    lambda x, m: torch.where(x > 0.5, 2 * x.abs(), 0.25) + (x >= 0.5).float() + torch.where(x < 0.5, 3.0, m.each),
+    lambda x, m: torch.where((x <= 0.5) & ~(x < -0.5) | (x == 2), torch.full_like(x, 5), -1.0) + (m.each < x).to(x),
+    lambda x, m: (
+        torch.sign(x)
+        + 4 * (x != 0.5) * (x > 1).sum((2, 3), keepdim=True)
+        + torch.where(x > m.each, 1.0, 2.0).masked_fill(x < 0, 7.0)
+    ),
+]
+#: Choices that leave NaN what it is.
+KEPT: list[Callable[..., Any]] = [
+    lambda x, m: F.hardshrink(x, 0.5) + 3 * F.threshold(x, 0.5, 20.0),
+    lambda x, m: filled(x * 2, 1.0) + torch.where(x > 0, x, 1.5 * (torch.exp(x) - 1)) * (x > -1),
+    lambda x, m: torch.where(x > 0.5, torch.full_like(x, 0.5), torch.where(x < -0.5, -0.5 * torch.ones(5), x)),
+]
+
+
+@pytest.mark.parametrize("way", range(len(CHOICES) + len(KEPT)))
+def test_choices_and_masks(way: int, backend_device: Device) -> None:
+    x = random(2, 3, 4, 5)
+    x[0, :, 0] = torch.tensor([0.5, -0.5, math.nan, math.inf, 2.0])
+    x[1, :, 3, :2] = torch.tensor([0.0, -math.inf])
+    module = Does([*CHOICES, *KEPT][way], each=torch.tensor([0.5, -0.25, 0.0])[:, None, None])
+    found = import_module(module, (x,))
+    assert "where" in steps(found)
+    wanted = module(x).detach()
+    assert bool(wanted.isnan().any()) == (way >= len(CHOICES))
+    torch.testing.assert_close(found.run(x, device=backend_device.id), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_values_are_used_several_times_and_written_in_place() -> None:
     def function(x: Any) -> Any:
         kept = x.clone()
@@ -497,7 +534,6 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: torch.ones(3), "does not depend"),
         (lambda x: x + torch.randn(5), "at random"),
         (lambda x: F.pad(x, (1, 1)), "no step for it"),
-        (lambda x: torch.where(x > 1, x, 0.2 * x), "only x where x > 0"),
         (lambda x: F.interpolate(x, size=(6, 5)), "equally often"),
         (lambda x: x[:, 1:].relu(), "part of a tensor"),
         (lambda x: x[:, ::2].relu(), "every other place"),
@@ -505,7 +541,13 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: F.pad(x.mean(3, keepdim=True).expand(-1, -1, -1, 5), (1, 1, 1, 1)).relu(), "expanded tensor"),
         (lambda x: x.mean(3, keepdim=True).expand(-1, -1, -1, 5).softmax(3).mean(3), "expanded tensor"),
         (lambda x: F.softplus(x, 1, 2), "threshold is not 20"),
-        (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "only x where x > 0"),
+        (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "different axes along one dimension"),
+        (lambda x: torch.where(x.amax(1, True) > 0, x, 0.0), "condition lacks axes"),
+        (lambda x: x.relu() > 1, "the result is of torch.bool"),
+        (lambda x: x * ((x > 0) + (x < 1)), "adds truth values"),
+        (lambda x: (x > 0).sum(1), "the result is of torch.int64"),
+        (lambda x: torch.ones_like(x).sum() * x, "as large as a computed tensor"),
+        (lambda x: x.mean(1, True) * torch.ones_like(x), "larger than what it is combined with"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),

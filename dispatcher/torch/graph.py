@@ -203,6 +203,9 @@ class Graph:
             return self._input(node)
         if node.op == "placeholder":
             sizes = extents(node.meta["val"].shape)
+            kinds = [each.meta["val"].dtype for each in (self.source, node)]
+            if kinds[0] != kinds[1]:
+                raise RefusedError(f"it is of {kinds[1]}, and the first input of {kinds[0]}; a problem has one dtype")
             return Constant(node.name, None, sizes, given=sizes)
         meta = node.meta.get("val")
         if isinstance(meta, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -262,6 +265,8 @@ class Graph:
 
         def data(value: Any) -> Any:
             if isinstance(value, Constant):
+                if value.data.ndim != len(value.sizes):
+                    raise RefusedError(f"it computes with {value.name}, which is as large as a computed tensor")
                 return value.data.clone() if in_place else value.data
             if isinstance(value, torch.SymInt):
                 raise SymbolicError
@@ -337,13 +342,13 @@ class Graph:
 
     def operand(self, constant: Constant, beside: Array) -> Any:
         """A constant as what a step combines ``beside`` with: a number, or a tensor whose axes are those of it."""
-        if constant.data is not None and constant.literal and constant.data.numel() == 1:
-            return float(constant.data)
         sizes, layout = constant.sizes, beside.layout[max(0, len(beside.layout) - len(constant.sizes)) :]
         long = [size for size in sizes[: len(sizes) - len(layout)] if not is_one(size)]
         sizes = sizes[len(sizes) - len(layout) :]
         if long or any(not axes and not is_one(size) for axes, size in zip(layout, sizes, strict=True)):
             raise RefusedError(f"{constant.name} is larger than what it is combined with, on some axis")
+        if constant.data is not None and constant.literal and constant.data.numel() == 1:
+            return float(constant.data)
         used = [() if is_one(size) else axes for axes, size in zip(layout, sizes, strict=True)]
         flat = [axis for axes in used for axis in axes]
         all_axes = (0, 1, *self.draft.spatial)
@@ -407,6 +412,9 @@ class Graph:
             raise RefusedError("the result does not depend on the module's input")
         if array.value.tensor is not None:
             raise RefusedError("the result is the module's input; nothing is computed")
+        kinds = [each.meta["val"].dtype for each in (self.source, *self.returned)]
+        if kinds[0] != kinds[1]:
+            raise RefusedError(f"the result is of {kinds[1]}, and the input of {kinds[0]}; a problem has one dtype")
         whole(array)
         all_axes = (0, 1, *self.draft.spatial)
         axes = assign(array.layout, all_axes) if all(len(each) < 2 for each in array.layout) else None
