@@ -37,7 +37,7 @@ class Does(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.function = function
         for name, value in tensors.items():
-            setattr(self, name, nn.Parameter(value))
+            setattr(self, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
 
     def forward(self, x: Any) -> Any:
         """The function's result."""
@@ -71,18 +71,24 @@ def imported(module: Any, *inputs: Any, device: str = "numpy", grow: bool = True
     if grow:
         assert found.problem.sizes
         larger = [
-            random(*(size + bool(extent.names) for size, extent in zip(x.shape, shape_of(found, name), strict=True)))
+            random(
+                *(
+                    size + bool(extent.names)
+                    for size, extent in zip(x.shape, shape_of(found, name, x.ndim), strict=True)
+                )
+            )
             for x, name in zip(inputs, found.inputs, strict=True)
         ]
         close(found.run(*larger, device=device), module(*larger).detach())
     return found
 
 
-def shape_of(found: Imported, name: str | None) -> tuple[Any, ...]:
+def shape_of(found: Imported, name: str | None, count: int) -> tuple[Any, ...]:
+    """Of an input with ``count`` dimensions; what the parameter has more lies behind batch and channel."""
     parameter = found.problem.parameter(name or "")
     assert parameter is not None
     assert parameter.shape is not None
-    return parameter.shape
+    return *parameter.shape[:2], *parameter.shape[2 + len(parameter.shape) - count :]
 
 
 def steps(found: Imported) -> list[str]:
@@ -237,6 +243,11 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (2, 3, 4, 5),
         "softmax",
     ),
+    "a size that is asked for": (
+        lambda: Does(lambda x, m: m.up(x, output_size=(12, 15)), up=nn.ConvTranspose2d(3, 4, 3, 3)),
+        (2, 3, 4, 5),
+        "conv_transpose2d",
+    ),
     "dropped axes": (lambda: Does(lambda x: x.relu().mean(dim=[2, 3]).sum(-1)), (2, 3, 4, 5), "relu mean sum squeeze"),
     "one number": (lambda: Does(lambda x: x.relu().mean()), (2, 3, 4, 5), "relu mean squeeze"),
     "minimum with its places": (
@@ -309,6 +320,37 @@ def test_a_linear_layer_over_all_of_an_item_is_a_convolution() -> None:
         module = Does(lambda x, m: m.head(x.permute(m.order).flatten(1)), nn.ReLU())
         module.order, module.head = order, nn.Linear(3 * 4 * 5, 6)
         assert steps(imported(module, random(2, 3, 4, 5))) == ["relu", "conv2d", "squeeze"]
+
+
+MATRICES: dict[str, Callable[..., Any]] = {
+    "conv1d batch_norm silu conv1d squeeze": lambda x, m: m.tail(x),
+    "conv1d add softmax squeeze": lambda x, m: (x @ m.weight.t() + m.bias).softmax(dim=1),
+    "conv1d group_norm max gelu squeeze": lambda x, m: F.gelu(
+        F.group_norm(torch.addmm(m.bias, x, m.weight.T), 3).max(1, keepdim=True)[0]
+    ),
+    "conv1d layer_norm add squeeze": lambda x, m: (
+        F.instance_norm(F.linear(x, m.weight[:4])[:, None, None]).squeeze(1).squeeze(1) + x
+    ),
+}
+
+
+@pytest.mark.parametrize("wanted", MATRICES)
+def test_a_linear_layer_takes_rows_of_features(wanted: str, backend_device: Device) -> None:
+    module = Does(MATRICES[wanted], weight=random(6, 4), bias=random(6))
+    if "silu" in wanted:
+        module.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.SiLU())
+        module.tail = nn.Linear(6, 3)
+    found = imported(module, random(5, 4), device=backend_device.id)
+    assert steps(found) == wanted.split()
+    close(torch.from_numpy(found.run(random(5, 4).numpy())), module(random(5, 4)).detach())
+
+
+def test_an_input_of_fewer_axes_than_a_later_step_has() -> None:
+    layers = {"flat": nn.Conv2d(3, 4, 3), "deep": nn.Conv3d(4, 5, (1, 2, 2))}
+    module = Does(lambda x, m: m.deep(m.flat(x)[:, :, None]), **layers)
+    assert steps(imported(module, random(2, 3, 6, 7))) == ["conv3d", "conv3d"]
+    with pytest.raises(UnsupportedError, match=r"local_response_norm|aten\.pad .*only spatial axes"):
+        import_module(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(2)), (random(2, 3, 6, 7),))
 
 
 def test_a_convolution_takes_channels_that_were_put_together() -> None:

@@ -160,6 +160,7 @@ class Graph:
         source: the placeholder that is the pipeline's input.
         returned: the nodes that the graph returns.
         handlers: of operators, by name.
+        batched: whether the first two dimensions of the pipeline's input are batch and channel whatever their number.
 
     Attributes:
         draft: the steps.
@@ -176,9 +177,11 @@ class Graph:
         source: Any,
         returned: Sequence[Any],
         handlers: Mapping[str, Handler],
+        *,
+        batched: bool,
     ) -> None:
         self.draft = Draft(_rank(nodes, source), simplify)
-        self.handlers = handlers
+        self.handlers, self.batched = handlers, batched
         self.unsupported: dict[Any, Unsupported] = {}
         self.results: dict[Any, Any] = dict(tensors)
         self._tensors: dict[Any, Tensor] = {}
@@ -248,13 +251,16 @@ class Graph:
         return self.results[value] if isinstance(value, torch.fx.Node) else value
 
     def _input(self, node: Any) -> Array:
-        """The pipeline's input, whose dimensions are the last ones out of the problem's axes."""
+        """The pipeline's input, whose dimensions are the last ones out of the problem's axes, or batch, channel and the
+        last spatial ones; in the latter case, the problem takes it with the others, too."""
         sizes = extents(node.meta["val"].shape)
         axes = (0, 1, *self.draft.spatial)
         if not 1 <= len(sizes) <= len(axes):
             raise RefusedError(f"it has {len(sizes)} dimensions; expected 1 to {len(axes)}")
-        shape, layout = placed(axes[len(axes) - len(sizes) :], sizes)
-        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, sizes))], layout, sizes)
+        own = [0, 1, *axes[len(axes) - len(sizes) + 2 :]] if self.batched else axes[len(axes) - len(sizes) :]
+        shape, layout = placed(own, sizes)
+        given = tuple(shape[axis] for axis in axes) if self.batched else sizes
+        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, given))], layout, sizes)
 
     def _folded(self, node: Any, args: Any, kwargs: Any, *, in_place: bool) -> Any:
         """The result of a node that depends on weights alone: computed on copies, for it may write into them."""

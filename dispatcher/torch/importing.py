@@ -31,7 +31,8 @@ class Imported:
             example inputs.
         tensors: the module's weights and buffers by parameter name, as the problem takes them; they share memory with
             the module's where that is possible.
-        inputs: the parameter that each input of the module is; None for one that nothing reads.
+        inputs: the parameter that each input of the module is; None for one that nothing reads. A parameter may have
+            spatial axes of extent 1 that the module's input lacks, as in ``(batch, features, 1)``.
     """
 
     problem: Problem
@@ -61,6 +62,10 @@ class Imported:
         if len(inputs) != len(self.inputs):
             raise InputError(f"{self.problem.name} takes {len(self.inputs)} inputs, got {len(inputs)}")
         given = {name: value for name, value in zip(self.inputs, inputs, strict=True) if name is not None}
+        source = self.problem.tensors[0]
+        x = given[source.name]
+        more = len(source.shape or ()) - x.ndim
+        given[source.name] = x.reshape(*x.shape[:2], *[1] * more, *x.shape[2:]) if more > 0 else x
         of_torch = isinstance(next(iter(given.values())), torch.Tensor)
         weights = {name: data if of_torch else data.cpu().numpy() for name, data in self.tensors.items()}
         with torch.no_grad():
@@ -153,6 +158,8 @@ def translate(
     results: Sequence[str],
     title: str,
     name: str,
+    *,
+    matrices: bool = True,
 ) -> Imported:
     """The problem that a graph of ATen operators makes.
 
@@ -163,6 +170,7 @@ def translate(
         results: names of the nodes that the graph returns.
         title: of the problem.
         name: of the problem.
+        matrices: whether an input of fewer dimensions than the problem has axes may be batch and channel.
 
     Raises:
         UnsupportedError: nodes have no counterpart in the vocabulary.
@@ -171,8 +179,13 @@ def translate(
     if not sources:
         raise InputError("the module takes no tensor; expected one input or more")
     returned = [node for node in nodes if node.name in results]
-    graph = Graph(nodes, tensors, _first(nodes, sources), returned, HANDLERS)
+    first = _first(nodes, sources)
+    graph = Graph(nodes, tensors, first, returned, HANDLERS, batched=False)
     last = graph.finish(nodes[-1])
+    if matrices and last is None and 2 <= len(first.meta["val"].shape) < graph.draft.rank + 2:
+        other = Graph(nodes, tensors, first, returned, HANDLERS, batched=True)
+        last = other.finish(nodes[-1])
+        graph = max(graph, other, key=lambda each: nodes.index(next(iter(each.unsupported), nodes[-1])))
     if last is None:
         missing = list(graph.unsupported.values())
         count = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"

@@ -229,7 +229,9 @@ def _convolution(
     if any(isinstance(pair, tuple) for pair in fields["padding"]):
         fields["padding"] = tuple(padded)
     if transposed:
-        fields["output_padding"] = _spread_out(graph, _each(output_padding, count), spatial, 0)
+        fields["output_padding"] = _spread_out(
+            graph, [fixed(each) for each in _each(output_padding, count)], spatial, 0
+        )
     op = f"conv{'_transpose' if transposed else ''}{graph.draft.rank}d"
     if source.value.op == "cat" and fields["groups"] == 1:
         return _convolved_parts(graph, op, source, axes, fields, weight)

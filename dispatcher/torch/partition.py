@@ -75,7 +75,9 @@ class Piece:
                 tensors[node] = value
         (result,) = [node.args[0] for node in self.module.graph.nodes if node.op == "output"]
         nodes = list(self.module.graph.nodes)
-        return translate(nodes, tensors, inputs, [result.name], f"{name}, compiled from PyTorch", name)
+        title = f"{name}, compiled from PyTorch"
+        # Products of matrices alone are left to PyTorch, whose library for them is faster than a convolution.
+        return translate(nodes, tensors, inputs, [result.name], title, name, matrices=False)
 
 
 def without_writes(graph: torch.fx.Graph) -> None:
