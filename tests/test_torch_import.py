@@ -243,6 +243,19 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         (2, 3, 4, 5),
         "softmax",
     ),
+    "single channels put together": (
+        lambda: Does(
+            lambda x, m: x * m.attend(torch.cat([x.mean(1, True), x.amax(1, True)], 1)),
+            attend=nn.Conv2d(2, 1, 3, padding=1),
+        ),
+        (2, 3, 4, 5),
+        "mean conv2d max conv2d add scale",
+    ),
+    "a region without gradients": (
+        lambda: Does(lambda x: torch.no_grad()(torch.relu)(x) * 2),
+        (2, 3, 4, 5),
+        "relu scale",
+    ),
     "a size that is asked for": (
         lambda: Does(lambda x, m: m.up(x, output_size=(12, 15)), up=nn.ConvTranspose2d(3, 4, 3, 3)),
         (2, 3, 4, 5),
@@ -384,6 +397,9 @@ OPERANDS: list[Callable[..., Any]] = [
     lambda x, m: x / x.norm(dim=1, keepdim=True).clamp_min(1e-3).expand_as(x),
     lambda x, m: x * x.std(dim=(2, 3), keepdim=True) + x.var(1, keepdim=True),
     lambda x, m: F.normalize(x, dim=1) * x.mean((2, 3), keepdim=True) + x**3 - x**-2,
+    lambda x, m: x.view(2, 3, -1).softmax(2).view(2, 3, 4, 5) + x.norm(p=3, dim=1, keepdim=True).repeat(1, 3, 1, 1),
+    lambda x, m: F.softplus(3 * x, 2, 0.5) + x.abs() ** 1.5 + 2**x,
+    lambda x, m: x[:, :1] * x.select(1, -1)[:, None] + x.unbind(1)[1].unsqueeze(1),
 ]
 
 
@@ -482,6 +498,16 @@ def test_a_module_of_several_inputs(backend_device: Device) -> None:
         found.run(inputs[0])
 
 
+def test_an_input_without_dimensions_is_a_number(backend_device: Device) -> None:
+    class Tempered(nn.Module):
+        def forward(self, x: Any, temperature: Any) -> Any:
+            return (x.relu() / temperature).softmax(1)
+
+    found = import_module(Tempered(), (random(2, 3, 4, 5), torch.tensor(1.0)))
+    inputs = random(2, 3, 4, 5), torch.tensor(0.25, dtype=torch.float64)
+    close(found.run(*inputs, device=backend_device.id), Tempered()(*inputs))
+
+
 def test_sizes_follow_from_one_another_where_inputs_must_fit() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -570,7 +596,11 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: torch.relu(x).double(), "one dtype"),
         (lambda x: x.mean(1, keepdim=True) + x.mean(2, keepdim=True), "lacks axes"),
         (lambda x: torch.erf(x + 1), "no step for it"),
-        (lambda x: x**2.5, "exponent is 2.5"),
+        (lambda x: x**9 + x**0, "exponent is 9;.* exponent is 0;"),
+        (lambda x: (-2.0) ** x, "raises -2 to computed powers"),
+        (lambda x: x.norm(p=0, dim=1), "order of the norm is 0"),
+        (lambda x: x.repeat(1, 1, 2, 1).relu(), "repeats values"),
+        (lambda x: torch.autocast("cpu", enabled=False)(torch.relu)(x) * 2, "wrap_with_autocast"),
         (lambda x: x.max(1)[1] * 1.0, "this part of the result"),
         (lambda x: F.linear(x, torch.ones(2, 5)), "not the channels'"),
         (lambda x: torch.ones(3), "does not depend"),
@@ -582,7 +612,6 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), "aligns corners"),
         (lambda x: F.pad(x.mean(3, keepdim=True).expand(-1, -1, -1, 5), (1, 1, 1, 1)).relu(), "expanded tensor"),
         (lambda x: x.mean(3, keepdim=True).expand(-1, -1, -1, 5).softmax(3).mean(3), "expanded tensor"),
-        (lambda x: F.softplus(x, 1, 2), "threshold is not 20"),
         (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "different axes along one dimension"),
         (lambda x: torch.where(x.amax(1, True) > 0, x, 0.0), "condition lacks axes"),
         (lambda x: x.relu() > 1, "the result is of torch.bool"),
@@ -639,6 +668,7 @@ def test_dropout_of_what_is_always_zero_is_zero() -> None:
         (operator.add, (), "expected a torch.nn.Module"),
         (nn.ReLU(), (), "not tensors"),
         (nn.ReLU(), (1.0,), "not tensors"),
+        (nn.ReLU(), (torch.ones(0, 3),), "no elements"),
         (nn.Conv2d(3, 4, 3), (torch.ones(1, 2, 8, 8),), "cannot capture"),
     ],
 )

@@ -132,10 +132,11 @@ def _celu(graph: Graph, x: Any, alpha: Any, **_: Any) -> Array:
 @handles("softplus")
 def _softplus(graph: Graph, x: Any, beta: Any = 1, threshold: Any = 20, **_: Any) -> Array:
     b = number_of(beta)
-    if number_of(threshold) != 20.0:  # from where on float32 shows no difference
-        raise RefusedError("its threshold is not 20")
-    scaled = [] if b == 1.0 else [("scale", {"by": b})]
-    return chain(graph, x, *scaled, ("softplus", {}), *([("divide", {"by": b})] if scaled else []))
+    scaled = x if b == 1.0 else chain(graph, x, ("scale", {"by": b}))
+    result = chain(graph, scaled, ("softplus", {}), *([("divide", {"by": b})] if b != 1.0 else []))
+    if number_of(threshold) >= 20.0:  # from where on float32 shows no difference
+        return result
+    return _where(graph, combined(graph, "greater", scaled, threshold), x, result)
 
 
 def along(constant: Constant, place: int, count: int) -> Constant:
@@ -242,6 +243,11 @@ def _filled(graph: Graph, x: Any, fill_value: Any = None, **_: Any) -> Constant:
 
 @handles("pow")
 def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
+    if isinstance(exponent, Array):
+        base = number_of(x)
+        if base <= 0.0:
+            raise RefusedError(f"it raises {base:g} to computed powers; expected a positive number")
+        return chain(graph, exponent, ("scale", {"by": math.log(base)}), ("exp", {}))
     power = number_of(exponent)
     magnitude = abs(power)
     if magnitude == 0.5:
@@ -252,8 +258,10 @@ def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
             result = chain(graph, result, ("square", {}))
             if bit == "1":
                 result = combined(graph, "scale", result, x)
+    elif not power.is_integer():
+        return chain(graph, x, ("log", {}), ("scale", {"by": power}), ("exp", {}))
     else:
-        raise RefusedError(f"the exponent is {power:g}; expected 0.5, a whole number up to 8, or minus one of these")
+        raise RefusedError(f"the exponent is {power:g}; expected one that is not 0 and, if whole, up to 8")
     return result if power > 0 else chain(graph, result, ("reciprocal", {}))
 
 
@@ -459,7 +467,9 @@ def _vector_norm(
         return chain(graph, total, ("sqrt", {}))
     if order == math.inf:
         return reduced(graph, "max", chain(graph, x, ("abs", {})), dim, keepdim)
-    raise RefusedError(f"the order of the norm is {order:g}; expected 1, 2 or infinity")
+    if order <= 0.0:
+        raise RefusedError(f"the order of the norm is {order:g}; expected a positive one")
+    return _pow(graph, reduced(graph, "sum", _pow(graph, chain(graph, x, ("abs", {})), order), dim, keepdim), 1 / order)
 
 
 @handles("softmax", "_softmax", "log_softmax", "_log_softmax")
@@ -531,8 +541,11 @@ def _permute(graph: Graph, x: Any, **given: Any) -> Array:
     return Array(array.cell, tuple(array.layout[i] for i in order), tuple(array.sizes[i] for i in order))
 
 
-@handles("expand", "expand_as", "broadcast_to")
+@handles("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def _expand(graph: Graph, x: Any, **_: Any) -> Array:
     array = array_of(x)
     sizes = graph.sizes
+    before = sizes[len(sizes) - len(array.sizes) :]
+    if not all(is_one(old) or equal(old, new) for old, new in zip(array.sizes, before, strict=True)):
+        raise RefusedError("it repeats values along an axis")
     return Array(array.cell, ((),) * (len(sizes) - len(array.layout)) + array.layout, sizes)

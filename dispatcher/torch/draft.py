@@ -227,7 +227,7 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
             inputs[each.name] = called[key]
     called[id(source)] = called[id(source.tensor)]
     sizes: dict[Any, str] = {}  # by symbol
-    hints: dict[str, int] = {}
+    hints: dict[str, float] = {}
     parameters: dict[str, Any] = {}
     for key, each in tensors.items():
         words = _extent_words(draft.rank, each, is_source=each is source.tensor, name=called[key])
@@ -242,6 +242,8 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
                 hints[sizes[symbol]] = example(extent)
             extents.append(_expression(symbol, sizes))
         parameters[called[key]] = extents
+        if not extents:  # a number
+            parameters[called[key]], hints[called[key]] = "double", 1.0
     parameters["output"] = "output"
     axes = axis_names(draft.rank)
     pipeline = list(_steps(steps, called, names, axes, draft.rank))

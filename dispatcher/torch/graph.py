@@ -207,9 +207,11 @@ class Graph:
         if node.op == "placeholder":
             sizes = extents(node.meta["val"].shape)
             kinds = [each.meta["val"].dtype for each in (self.source, node)]
-            if kinds[0] != kinds[1]:
+            if sizes and kinds[0] != kinds[1]:  # one without dimensions is a number
                 raise RefusedError(f"it is of {kinds[1]}, and the first input of {kinds[0]}; a problem has one dtype")
             return Constant(node.name, None, sizes, given=sizes)
+        if node.op == "get_attr":  # the code of a region, such as one of autocast
+            return UNKNOWN
         meta = node.meta.get("val")
         if isinstance(meta, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
             return settled(meta) if isinstance(meta, torch.SymInt) else meta
@@ -379,10 +381,10 @@ class Graph:
         rest = iter(used)
         layout = tuple(() if is_one(size) else next(rest) for size in constant.given)
         axes = assign(layout, all_axes)
-        if not axes:
+        if axes is None:
             raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
         last = all_axes[len(all_axes) - len(axes) :]
-        along = None if assign(layout, last) else tuple(axes)
+        along = None if assign(layout, last) is not None else tuple(axes)
         key = (constant.name, along)
         if key not in self._tensors:
             self._tensors[key] = Tensor(constant.name, None, constant.given, along)
@@ -487,6 +489,8 @@ def relaid(array: Array, sizes: Sequence[Extent]) -> Array:
                 raise RefusedError("it views an expanded tensor in another shape")
             total, axes = total * extent, axes + axis
         if not equal(total, size):
+            if not all(isinstance(each, int) for each in (total, size)):
+                raise SymbolicError
             raise RefusedError("it views the tensor in a shape that splits an axis")
         layout.append(axes)
     return Array(array.cell, tuple(layout), tuple(sizes))

@@ -103,6 +103,8 @@ def import_module(module: Any, example_inputs: Sequence[Any], name: str | None =
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     if not inputs or not all(isinstance(each, torch.Tensor) for each in inputs):
         raise InputError("example_inputs are not tensors; expected a tuple of the module's positional arguments")
+    if not all(each.numel() for each in inputs):
+        raise InputError("an example input has no elements; expected one or more")
     for axes in (5, 1):  # the batch alone where the code computes with other sizes
         with contextlib.suppress(SymbolicError):
             return _translated(_captured(module, inputs, axes), title, label)
@@ -115,7 +117,8 @@ def _captured(module: Any, inputs: tuple[Any, ...], axes: int) -> Any:
     each = [{place: auto for place, size in enumerate(value.shape[:axes]) if size > 1} for value in inputs]
     shapes = _by_parameter(module, each)
     try:
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        with torch.no_grad():  # in which a region without gradients is no region of its own
+            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), "")
         raise InputError(f"torch.export cannot capture the module: {type(error).__name__}: {line}") from error

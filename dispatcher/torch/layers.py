@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -263,9 +264,14 @@ def _convolved_parts(
 @handles("cat", "concat", "concatenate")
 def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
     """Channels put together, which a convolution may take apart again."""
-    first, *others = (array_of(each) for each in tensors)
-    whole(first)
-    if first.layout[dim % len(first.layout)] != (1,) or any(each.layout != first.layout for each in others):
+    arrays = [array_of(each) for each in tensors]
+    place = dim % len(arrays[0].layout)
+    for i, each in enumerate(arrays):
+        whole(each)
+        if not each.layout[place] and is_one(each.value.shape[1]):  # a single channel
+            arrays[i] = replace(each, layout=(*each.layout[:place], (1,), *each.layout[place + 1 :]))
+    first, *others = arrays
+    if first.layout[place] != (1,) or any(each.layout != first.layout for each in others):
         raise RefusedError("only channels of tensors of the same layout can be put together")
     value = first.value
     for each in others:
@@ -357,6 +363,19 @@ def _split(graph: Graph, x: Any, dim: int = 0, **_: Any) -> tuple[Array, ...]:
     return tuple(
         _channels(graph, array_of(x), dim, end - length, length) for end, length in zip(ends, lengths, strict=True)
     )
+
+
+@handles("select", "unbind")
+def _select(graph: Graph, x: Any, dim: int = 0, index: Any = None, **_: Any) -> Any:
+    array = array_of(x)
+    place, count = dim % len(array.layout), fixed(array.sizes[dim])
+
+    def one(start: int) -> Array:
+        part = _channels(graph, array, place, start, 1)
+        return replace(part, layout=part.layout[:place] + part.layout[place + 1 :],
+                       sizes=part.sizes[:place] + part.sizes[place + 1 :])  # fmt: skip
+
+    return tuple(map(one, range(count))) if graph.name == "unbind" else one(fixed(index) % count)
 
 
 @handles("slice", "narrow")

@@ -11,6 +11,7 @@ import torch
 
 from dispatcher.errors import DispatcherError, UnsupportedError
 from dispatcher.problem.operator import DTYPES
+from dispatcher.torch.draft import RefusedError
 from dispatcher.torch.graph import NO_STEP, Constant, base_of, describe, operator_name
 from dispatcher.torch.importing import Imported, translate
 from dispatcher.torch.layers import HANDLERS
@@ -70,6 +71,8 @@ class Piece:
                 data = weights[outer].detach()
                 tensors[node] = Constant(outer.name, data, tuple(data.shape), outer.op == "get_attr")
             elif isinstance(value, torch.Tensor):
+                if not value.ndim:
+                    raise RefusedError(f"{outer.name} is a number that is given anew in each call")
                 inputs.append(node)
             else:
                 tensors[node] = value
