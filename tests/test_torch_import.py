@@ -399,6 +399,8 @@ OPERANDS: list[Callable[..., Any]] = [
     lambda x, m: F.normalize(x, dim=1) * x.mean((2, 3), keepdim=True) + x**3 - x**-2,
     lambda x, m: x.view(2, 3, -1).softmax(2).view(2, 3, 4, 5) + x.norm(p=3, dim=1, keepdim=True).repeat(1, 3, 1, 1),
     lambda x, m: F.softplus(3 * x, 2, 0.5) + x.abs() ** 1.5 + 2**x,
+    lambda x, m: torch.lerp(x, torch.addcmul(x, x.tanh(), m.full), 0.3) + F.cosine_similarity(x, x * x, dim=1)[:, None],
+    lambda x, m: torch.einsum("nchw,oc->nohw", x, m.full[0, :3, :3]) + (m.full[1, :3, :3] @ x.flatten(2)).view_as(x),
     lambda x, m: x[:, :1] * x.select(1, -1)[:, None] + x.unbind(1)[1].unsqueeze(1),
 ]
 
@@ -424,6 +426,10 @@ CHOICES: list[Callable[..., Any]] = [
         + 4 * (x != 0.5) * (x > 1).sum((2, 3), keepdim=True)
         + torch.where(x > m.each, 1.0, 2.0).masked_fill(x < 0, 7.0)
     ),
+    lambda x, m: (
+        x.isnan() + 2 * x.isinf() + 4 * torch.isneginf(x) + torch.isfinite(x) + torch.where(m.each > 0, 1.0, x.sign())
+    ),
+    lambda x, m: torch.where(x.nan_to_num(0.0).amax((2, 3), True) > 2, 0.5, torch.isposinf(x)) + (x > 0) * (m.each > 0),
 ]
 #: Choices that leave NaN what it is.
 KEPT: list[Callable[..., Any]] = [
@@ -444,6 +450,15 @@ def test_choices_and_masks(way: int, backend_device: Device) -> None:
     wanted = module(x).detach()
     assert bool(wanted.isnan().any()) == (way >= len(CHOICES))
     torch.testing.assert_close(found.run(x, device=backend_device.id), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_masks_that_are_weights(backend_device: Device) -> None:
+    """As of a causal softmax; what is masked is nothing, whatever it is."""
+    module = Does(lambda x, m: x.masked_fill(m.mask == 0, -math.inf).softmax(-1) * m.mask)
+    module.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril())
+    x = random(2, 3, 5, 5)
+    x[0, 0, 1, 3] = math.nan
+    close(import_module(module, (x,)).run(x, device=backend_device.id), module(x))
 
 
 def test_values_are_used_several_times_and_written_in_place() -> None:
@@ -613,13 +628,15 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: F.pad(x.mean(3, keepdim=True).expand(-1, -1, -1, 5), (1, 1, 1, 1)).relu(), "expanded tensor"),
         (lambda x: x.mean(3, keepdim=True).expand(-1, -1, -1, 5).softmax(3).mean(3), "expanded tensor"),
         (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "different axes along one dimension"),
-        (lambda x: torch.where(x.amax(1, True) > 0, x, 0.0), "condition lacks axes"),
+        (lambda x: torch.where(x.amax(1, True) > 0, x.mean(2, True), 0.0), "condition lacks axes"),
         (lambda x: x.relu() > 1, "the result is of torch.bool"),
         (lambda x: x * ((x > 0) + (x < 1)), "adds truth values"),
         (lambda x: (x > 0).sum(1), "the result is of torch.int64"),
         (lambda x: torch.ones_like(x).sum() * x, "as large as a computed tensor"),
         (lambda x: x.mean(1, True) * torch.ones_like(x), "larger than what it is combined with"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
+        (lambda x: x @ x.mT, "no product with a matrix of weights"),
+        (lambda x: x.permute(0, 2, 3, 1) @ torch.ones(4, 4, 3), "with several matrices"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),
         (lambda x: torch.cat([x, x.relu()], 2).tanh(), "only channels"),

@@ -186,6 +186,18 @@ def _not(graph: Graph, x: Any, **_: Any) -> Array:
     return combined(graph, "subtract", 1.0, array_of(x))
 
 
+@handles("isnan", "isinf", "isfinite", "isposinf", "isneginf")
+def _is_odd(graph: Graph, x: Any, **_: Any) -> Array:
+    if graph.name == "isnan":
+        return _equal(graph, x, x)
+    size = array_of(x) if graph.name.endswith("posinf") else chain(graph, x, ("abs", {}))
+    if graph.name == "isneginf":
+        size = chain(graph, x, ("scale", {"by": -1.0}))
+    if graph.name == "isfinite":
+        return combined(graph, "greater", math.inf, size)
+    return combined(graph, "greater_equal", size, math.inf)
+
+
 @handles("sign", "sgn")
 def _sign(graph: Graph, x: Any, **_: Any) -> Array:
     above, below = combined(graph, "greater", x, 0.0), combined(graph, "greater", 0.0, array_of(x))
@@ -195,6 +207,10 @@ def _sign(graph: Graph, x: Any, **_: Any) -> Array:
 @handles("where")
 def _where(graph: Graph, condition: Any, x: Any = None, other: Any = None, **_: Any) -> Array:
     """``x`` where the condition holds, else ``other``."""
+    wide = [each for each in (condition, x, other) if isinstance(each, Array)]
+    widest = max(wide, key=lambda each: len(each.value.axes))
+    if widest is not condition:  # nothing is greater than infinity: zeros of all axes, to which it is added
+        condition = combined(graph, "add", chain(graph, widest, ("greater", {"value": math.inf})), condition)
     array, operands = array_of(condition), []
     for each in (x, other):
         operand: Any = each
@@ -342,8 +358,6 @@ def _add(graph: Graph, x: Any, other: Any, alpha: Any = 1, **_: Any) -> Array:
     if graph.name == "rsub":
         x, other = other, x
     if number_of(alpha) != 1.0:
-        if graph.name == "rsub":
-            raise RefusedError("its alpha is not 1")
         other = _times(graph, other, number_of(alpha))
     return combined(graph, op, x, other)
 

@@ -340,6 +340,8 @@ class Graph:
                 raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
         else:
             data = data.detach()
+            if not data.is_floating_point():  # a mask, or whole numbers
+                data = data.to(self.source.meta["val"].dtype)
             if data.shape != shape:
                 data = data.reshape(shape)
             if order != tuple(range(len(shape))):

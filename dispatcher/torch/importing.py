@@ -16,7 +16,7 @@ from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.torch.draft import SymbolicError, write, yaml_text
-from dispatcher.torch.graph import Constant, Graph
+from dispatcher.torch.graph import NO_STEP, Constant, Graph
 from dispatcher.torch.layers import HANDLERS
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -134,6 +134,22 @@ def _by_parameter(module: Any, each: list[Any]) -> Any:
 
 
 def _translated(program: Any, title: str, name: str) -> Imported:
+    """The problem that an exported program makes; what has no step is taken apart where PyTorch knows how."""
+    try:
+        return _mapped(program, title, name)
+    except UnsupportedError as error:
+        table = torch.export.default_decompositions()
+        missing: list[Any] = list(error.nodes)
+        without = {each.node.target for each in missing if each.reason == NO_STEP}
+        parts = {target: table[target] for target in without if target in table}
+        if not parts:
+            raise
+        with contextlib.suppress(UnsupportedError):
+            return _mapped(program.run_decompositions(parts), title, name)
+        raise
+
+
+def _mapped(program: Any, title: str, name: str) -> Imported:
     """The problem that an exported program makes."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors: dict[Any, Constant] = {}

@@ -438,7 +438,13 @@ def _pad(graph: Graph, x: Any, pad: Sequence[Any], mode: str = "constant", value
     return Array([value_made], layout, graph.sizes)
 
 
-@handles("linear", "addmm", "mm", "matmul")
+def _turned(array: Array) -> Array:
+    """With its last two dimensions exchanged."""
+    (*layout, a, b), (*sizes, m, n) = array.layout, array.sizes
+    return Array(array.cell, (*layout, b, a), (*sizes, n, m))
+
+
+@handles("linear", "addmm", "mm", "bmm", "matmul")
 def _linear(graph: Graph, x: Any, weight: Any = None, bias: Any = None, **given: Any) -> Array:
     """A product with a matrix of weights over channels, or over all that a batch item has, is a convolution."""
     name = graph.name
@@ -448,9 +454,15 @@ def _linear(graph: Graph, x: Any, weight: Any = None, bias: Any = None, **given:
             if (number_of(given.get("alpha", 1)), number_of(given.get("beta", 1))) != (1.0, 1.0):
                 raise RefusedError("its alpha and beta are not 1")
             x, bias = given["mat1"], x
-        if not isinstance(matrix, Constant) or matrix.data is None or len(matrix.sizes) != 2:
-            raise RefusedError("it multiplies two computed matrices; only a product with weights is a convolution")
-        weight = Constant(matrix.name, matrix.data.t(), tuple(reversed(matrix.sizes)))
+        if isinstance(x, Constant) and isinstance(matrix, Array) and bias is None:  # W x is the transpose of x' W'
+            turned = Constant(x.name, None if x.data is None else x.data.mT, (*x.sizes[:-2], *x.sizes[:-3:-1]))
+            return _turned(_linear(graph, _turned(matrix), mat2=turned))
+        if not isinstance(matrix, Constant) or matrix.data is None or not 1 < len(matrix.sizes) <= len(graph.sizes):
+            raise RefusedError("it is no product with a matrix of weights, which alone is a convolution")
+        if any(size != 1 for size in matrix.sizes[:-2]):
+            raise RefusedError("it multiplies with several matrices")
+        data = matrix.data.reshape(matrix.sizes[-2:]).t()
+        weight = Constant(matrix.name, data, tuple(data.shape))
     array = array_of(x)
     whole(array)
     if not isinstance(weight, Constant) or not (bias is None or isinstance(bias, Constant)):
