@@ -162,6 +162,18 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
             (x - x.mean((2, 3), keepdim=True)) / (x.var((2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
         ),
     ],
+    "group_norm": [
+        lambda x: F.group_norm(x, 2),
+        lambda x: (
+            ((y := x.view(2, 2, 3, 4, 5)) - y.mean((2, 3, 4), True)) / (y.var((2, 3, 4), False, True) + 1e-5).sqrt()
+        ).view(2, 6, 4, 5),
+        lambda x: (
+            ((y := x.unflatten(1, (2, -1)).flatten(2)) - y.mean(-1, True))
+            * torch.rsqrt(y.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        ).view_as(x),
+        lambda x: F.layer_norm(y := x.reshape(x.shape[0], 2, -1), y.shape[2:]).view_as(x),
+        lambda x: F.instance_norm(x.reshape(x.shape[0], 2, -1)).reshape_as(x),
+    ],
     "rms_norm": [
         lambda x: F.rms_norm(x.permute(LAST), (x.shape[1],), eps=1e-5).permute(FIRST),
         lambda x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5),
@@ -172,7 +184,8 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
 
 @pytest.mark.parametrize(("op", "way"), [(op, way) for op, ways in WAYS.items() for way in range(len(ways))])
 def test_a_step_is_told_by_what_it_computes(op: str, way: int) -> None:
-    found = imported(Does(lambda x: WAYS[op][way](x + 0.25)), random(2, 6, 4, 5))
+    grow = op != "group_norm"  # whose groups would not divide the channels
+    found = imported(Does(lambda x: WAYS[op][way](x + 0.25)), random(2, 6, 4, 5), grow=grow)
     assert steps(found) == ["add", op]
 
 
@@ -607,6 +620,9 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: (x.relu(), x), "returns 2 tensors"),
         (lambda x: x.relu().permute(0, 2, 3, 1), "dimensions are"),
         (lambda x: x.relu().reshape(x.shape[0], 2, 2, 4, 5), "splits an axis"),
+        (lambda x: x.view(2, 2, -1).softmax(-1).view_as(x), "splits an axis"),
+        (lambda x: x.view(2, 2, -1).mul_(2).sum() + x, "splits an axis|writes into a part"),
+        (lambda x: x.view(2, 2, -1) * torch.ones(2, 1), "each group of channels"),
         (lambda x: x, "nothing is computed"),
         (lambda x: torch.relu(x).double(), "one dtype"),
         (lambda x: x.mean(1, keepdim=True) + x.mean(2, keepdim=True), "lacks axes"),

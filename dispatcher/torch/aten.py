@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dispatcher.torch.draft import RefusedError, SymbolicError, Tensor, Value, fixed, is_one
+from dispatcher.torch.draft import GROUPS, RefusedError, SymbolicError, Tensor, Value, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, Handler, equal, relaid, whole
 
 _Handler = TypeVar("_Handler", bound=Handler)
@@ -543,7 +543,24 @@ def _view(graph: Graph, x: Any, **_: Any) -> Any:
         if len(before) != len(after) or not all(map(equal, before, after)):
             raise RefusedError(f"it views {x.name} in a shape that it is not given in")
         return Constant(x.name, None, graph.sizes, given=x.given)
-    return relaid(array_of(x), graph.sizes)
+    return _grouped(graph, array_of(x), relaid(array_of(x), graph.sizes))
+
+
+def _grouped(graph: Graph, array: Array, view: Array) -> Array:
+    """A view of ``array``, in which channels may lie in groups now, or no longer."""
+    value = array.value
+    made = value.source if value.op == "grouped" and any(axes[:2] == (GROUPS, 1) for axes in view.layout) else None
+    if made is not None:
+        layout = tuple(tuple(axis for axis in axes if axis != GROUPS) for axes in view.layout)
+    elif (GROUPS,) in view.layout and len(value.shape) == GROUPS:
+        groups, layout = fixed(view.sizes[view.layout.index((GROUPS,))]), view.layout
+        shape = (value.shape[0], value.shape[1] // groups, *value.shape[2:], groups)
+        made = graph.draft.step("grouped", value, shape, groups=groups)
+    else:
+        return view
+    view = Array([made], layout, view.sizes)
+    graph.cut += [array.cell, view.cell]
+    return view
 
 
 @handles("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "numpy_T", "mT", "permute_copy")

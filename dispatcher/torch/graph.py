@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dispatcher.ops.steps import axis_names
 from dispatcher.torch.draft import (
+    GROUPS,
     Draft,
     Extent,
     RefusedError,
@@ -36,6 +37,7 @@ Layout = tuple[tuple[int, ...], ...]
 
 #: The reason of a node that only a larger pattern could be a step with, and of an operator that is in none.
 NO_STEP = "the vocabulary has no step for it"
+SPLITS = "it views the tensor in a shape that splits an axis"
 
 #: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
 Handler = Callable[..., Any]
@@ -128,11 +130,8 @@ def describe(node: Any, reason: str) -> Unsupported:
     """A node that has no counterpart, with where it stands in the module's source."""
     stack = node.meta.get("nn_module_stack") or {}
     module = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
-    name = (
-        node.name
-        if node.op == "placeholder"
-        else operator_name(node.target) or getattr(node.target, "__name__", str(node.target))
-    )
+    called = operator_name(node.target) or getattr(node.target, "__name__", str(node.target))
+    name = node.name if node.op == "placeholder" else called
     return Unsupported(node, name, str(module), _place(node.meta.get("stack_trace") or ""), reason)
 
 
@@ -367,6 +366,8 @@ class Graph:
             return self._placed_input(constant, [axes for axes in used if axes])
         if flat == standard and all(len(axes) < 2 for axes in used) and len(constant.sizes) <= len(all_axes):
             return self.tensor(constant, constant.sizes or (1,))
+        if GROUPS in flat:
+            raise RefusedError(f"{constant.name} has one value for each group of channels")
         extents = [beside.value.shape[axis] for axis in flat]
         order = sorted(range(len(flat)), key=flat.__getitem__)
         moved = self.tensor(constant, extents, order)
@@ -405,17 +406,15 @@ class Graph:
             return None
         (result,) = self.returned
         array = self.results.get(result)
-        if self.unsupported or array is UNKNOWN:
-            return None
+        if not self.unsupported and isinstance(array, Array):
+            for step in self.draft.order(array.value):
+                if step.op in PARTS:
+                    self.unsupported[step.node] = describe(step.node, SPLITS if step.op == "grouped" else NO_STEP)
         try:
-            value, dropped = self._last(array)
+            return None if self.unsupported or array is UNKNOWN else self._last(array)
         except RefusedError as error:
             self.unsupported[result] = describe(result, str(error))
             return None
-        for step in self.draft.order(value):
-            if step.op in PARTS:
-                self.unsupported[step.node] = describe(step.node, NO_STEP)
-        return None if self.unsupported else (value, dropped)
 
     def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
         if not isinstance(array, Array):
@@ -487,13 +486,17 @@ def relaid(array: Array, sizes: Sequence[Extent]) -> Array:
         axes, total = (), 1
         while parts and not equal(total, size):
             extent, axis = parts.pop(0)
+            known = axis == (1,) and not axes and isinstance(extent, int) and isinstance(size, int)
+            if known and 1 < size < extent and extent % size == 0:  # groups of channels
+                parts.insert(0, (extent // size, axis))
+                extent, axis = size, (GROUPS,)
             if (not axis and not equal(extent, size)) or (axes == () and not equal(total, 1)):
                 raise RefusedError("it views an expanded tensor in another shape")
             total, axes = total * extent, axes + axis
         if not equal(total, size):
             if not all(isinstance(each, int) for each in (total, size)):
                 raise SymbolicError
-            raise RefusedError("it views the tensor in a shape that splits an axis")
+            raise RefusedError(SPLITS)
         layout.append(axes)
     return Array(array.cell, tuple(layout), tuple(sizes))
 

@@ -14,7 +14,7 @@ from dispatcher.torch.draft import Draft, Value
 Rule = Callable[[Draft, Value], Value | None]
 
 #: What only a rule may consume, since the vocabulary has no step for it.
-PARTS = frozenset(("cat", "erf", "log1p", "pad"))
+PARTS = frozenset(("cat", "erf", "grouped", "log1p", "pad"))
 
 _ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 
