@@ -200,13 +200,13 @@ class _Program:
         self.dtype = storage_dtype(operator.dtype)
         self.failed: dict[str, DispatcherError] = {}
         self.used = 0  # when it was last asked for, by the owner's clock
-        self.constants: Mapping[str, np.ndarray] = {}
+        self.constants: Mapping[str, np.ndarray | None] = {}
         self.bind(bound)
 
     def bind(self, bound: Mapping[str, TensorArgument]) -> None:
         """Use these bound tensors in the calls that begin from now on."""
-        on_host = {name: tensor.array for name, tensor in bound.items() if not tensor.on_device}
-        self.constants = {name: host_tensor(array, self.dtype) for name, array in on_host.items()}
+        on_host = {name: host_tensor(each.array, self.dtype) for name, each in bound.items() if not each.on_device}
+        self.constants = {each.name: on_host.get(each.name) for each in self.operator.problem.tensors}
 
 
 @dataclass(frozen=True)
@@ -545,7 +545,7 @@ class CompiledOperator(Shown):
                 if trace is not None and timings is not None:
                     trace.add_call(choice.device.id, start, timings)
                     trace.add("call", start, time.perf_counter() - start, detail={"device": choice.device.id})
-                return checked_result(operator, choice, inputs, output, result)
+                return checked_result(operator, choice, {name: inputs[name] for name in tensors}, output, result)
             except InputError:
                 raise
             except Exception as error:
@@ -556,11 +556,8 @@ class CompiledOperator(Shown):
 
     def _inputs(self, program: _Program, choice: Choice, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Every tensor as the backend takes it, in the order of the parameters."""
-        inputs: dict[str, Any] = {}
-        for name in self._tensor_names:
-            if name not in tensors and name in program.constants:
-                inputs[name] = program.constants[name]
-                continue
+        inputs: dict[str, Any] = dict(program.constants)
+        for name in [*tensors, *(name for name, array in inputs.items() if array is None and name not in tensors)]:
             array = bare(tensors[name] if name in tensors else self._bound.tensors[name])
             if type(array) is np.ndarray:
                 inputs[name] = host_tensor(array, program.dtype)

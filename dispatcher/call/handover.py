@@ -134,7 +134,8 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
-    """The backend's result, or a copy of it where it is not an array of its own in C order.
+    """The backend's result, or a copy of it where it is not an array of its own in C order. ``inputs`` are the call's
+    own: a view of any other one cannot be written to.
 
     Raises:
         KernelError: it is not what the operator makes.
@@ -152,5 +153,6 @@ def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any]
             f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
             f"expected {operator.dtype} of shape {operator.output_shape}"
         )
+    flags = result.flags
     shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
-    return result.copy(order="C") if shares or not result.flags.c_contiguous else result
+    return result if flags.c_contiguous and flags.writeable and not shares else result.copy(order="C")
