@@ -4,7 +4,7 @@
     python bench/choices.py --count 10 --seed 7 --devices opencl:1 --table
 
 Each geometry runs with what is chosen by default, with each register tile of the direct core, and with the Winograd
-transforms whose estimated work is least. They take turns. ``lost`` is how much longer the choice takes than the fastest
+transforms that tuning would measure. They take turns. ``lost`` is how much longer the choice takes than the fastest
 of them; of many that are equally fast one is the fastest by luck, so that a few percent mean nothing. See
 bench/README.md.
 """
@@ -36,25 +36,21 @@ from dispatcher.timing.sampling import sample_beside, timed
 
 PROGRAM, REPEATS = "choices", 5
 GUIDE = ROOT / "docs" / "opencl-cpu.md"
-#: Winograd transforms to measure, and what an estimate may lose.
-TRANSFORMS, MOST_LOST = 4, 1.15
+#: What an estimate may lose.
+MOST_LOST = 1.15
 CHOSEN = "chosen"
 
 
 def alternatives(device: Device, operator: Any) -> dict[str, dict[str, str]]:
     """Options by what tables call them, that which is chosen first."""
-    from dispatcher.backends.opencl import lines
-    from dispatcher.backends.opencl.options import Options
+    from dispatcher.backends.opencl.tuning import transforms
 
     facts, geometry = common.opencl_runtime(device.index).facts, operator.convolutions[0].geometry
     ways = {CHOSEN: {"tuned": "ignore"}}
     for c, w in facts.device_class.register_tiles:
         ways[f"direct {c}x{w}"] = {"algorithm": "direct", "tile": f"{c}x{w}"}
-    if lines.no_transform(geometry) is None:
-        ranked = lines.ranked(geometry, None, facts, np.dtype(np.float32), Options("winograd"), transformed=True)
-        for outputs in list(dict.fromkeys(tile.outputs for _, tile in ranked))[:TRANSFORMS]:
-            names = dict(zip(("planes", "rows", "columns"), map(str, outputs), strict=True))
-            ways[f"F({', '.join(names.values())})"] = {"algorithm": "winograd", **names}
+    for each in transforms(geometry, None, facts, np.dtype(np.float32)):
+        ways[f"F({each.planes}, {each.rows}, {each.columns})"] = each.given()
     return ways
 
 

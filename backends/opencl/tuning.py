@@ -12,6 +12,7 @@ from dispatcher.backends.opencl.channels import suits
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
+from dispatcher.backends.opencl.target import Facts
 from dispatcher.backends.opencl.tiles import Fold
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.plan.groups import split
@@ -62,12 +63,19 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
         _, tile = lines.ranked(geometry, fold, facts, real, options, transformed=False)[0]
         size, box = f"{tile.thread_c}x{tile.thread_w}", f"{tile.box_d}x{tile.box_h}"
         found.append(replace(options, tile=size, box=box).given())
-    if lines.no_transform(geometry) is None:
-        ranked = lines.ranked(geometry, fold, facts, real, Options("winograd"), transformed=True)
-        for outputs in list(dict.fromkeys(tile.outputs for _, tile in ranked))[:TRANSFORMS]:
-            planes, rows, columns = map(str, outputs)
-            measure(Options("winograd", planes=planes, rows=rows, columns=columns), device.winograd_tiles[:2])
+    for options in transforms(geometry, fold, facts, real):
+        measure(options, device.winograd_tiles[:2])
     return found
+
+
+def transforms(geometry: ConvGeometry, fold: Fold | None, facts: Facts, real: np.dtype[np.floating]) -> list[Options]:
+    """Winograd's transforms whose estimated work is least, at most :data:`TRANSFORMS`; none where there can be none."""
+    if lines.no_transform(geometry) is not None:
+        return []
+    ranked = lines.ranked(geometry, fold, facts, real, Options("winograd"), transformed=True)
+    names = ("planes", "rows", "columns")
+    outputs = list(dict.fromkeys(tile.outputs for _, tile in ranked))[:TRANSFORMS]
+    return [Options("winograd", **dict(zip(names, map(str, each), strict=True))) for each in outputs]
 
 
 def remember(runtime: OpenClRuntime, operator: Operator, options: Options, gain: float) -> bool:
