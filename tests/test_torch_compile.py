@@ -26,8 +26,11 @@ if str(ROOT) not in sys.path:
 
 import dispatcher.torch as dispatcher_torch  # noqa: E402
 from bench import common, networks  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
+from dispatcher.problem.operator import bind  # noqa: E402
 from dispatcher.timing import sampling  # noqa: E402
 from dispatcher.torch.compiler import backend  # noqa: E402
+from dispatcher.torch.composition import torch_pipeline  # noqa: E402
 
 nn = torch.nn
 
@@ -270,6 +273,15 @@ def test_wrong_arguments_and_the_entry_point() -> None:
     (name, value) = re.match(r'(\w+) = "(.+)"', section).groups()  # type: ignore[union-attr]
     entry = importlib.metadata.EntryPoint(name, value, "torch_dynamo_backends")
     assert name == "dispatcher" and entry.load() is backend
+
+
+def test_a_pipeline_is_compiled_before_its_shape_was_asked_for() -> None:
+    known = common.bind_case("conv2d-mish-mish", case="sample")
+    operator = bind(known.problem, known.sizes, known.scalars)
+    tensors = {name: torch.from_numpy(array) for name, array in random_tensors(operator, 0).items()}
+    function = torch_pipeline(operator, lambda operand: tensors[operand.name])
+    found = torch.compile(function, backend="eager", fullgraph=True)(tensors[operator.source])
+    assert tuple(found.shape) == operator.output_shape
 
 
 def wrong(module: Any, x: Any) -> Any:

@@ -16,6 +16,7 @@ from dispatcher.problem.arrays import (
     check_opencl_output,
     check_output,
     fetched,
+    host_tensor,
     in_kind,
     mapped,
     on_opencl,
@@ -104,6 +105,51 @@ def takes_device_arrays(choice: Choice) -> bool:
     return bool(getattr(choice.backend, "device_arrays", False))
 
 
+def check_place(name: str, output: Any, choice: Choice) -> None:
+    """Check that a device writes to the caller's output where it lies.
+
+    Raises:
+        InputError: it does not.
+    """
+    if output is not None and not isinstance(output, np.ndarray) and not takes_device_arrays(choice):
+        raise InputError(
+            f"{name} lives on a CUDA device, and {choice.device.id} makes arrays in host memory; "
+            "give a NumPy array, or choose device='cuda'"
+        )
+
+
+def backend_inputs(
+    constants: Mapping[str, np.ndarray | None],
+    tensors: Mapping[str, Any],
+    bound: Mapping[str, Any],
+    choice: Choice,
+    dtype: np.dtype[Any],
+) -> dict[str, Any]:
+    """Every tensor as a device's backend takes it, in the order of the parameters.
+
+    Args:
+        constants: for each parameter the bound tensor, ready for backends that take arrays in host memory; None for
+            the others.
+        tensors: the caller's others, unconverted; they come before the bound ones.
+        bound: the bound tensors, unconverted.
+        choice: the device.
+        dtype: of arrays in host memory.
+
+    Raises:
+        InputError: a tensor lives where it cannot be read.
+    """
+    inputs: dict[str, Any] = dict(constants)
+    for name in [*tensors, *(name for name, array in inputs.items() if array is None and name not in tensors)]:
+        array = bare(tensors[name] if name in tensors else bound[name])
+        if type(array) is np.ndarray:
+            inputs[name] = host_tensor(array, dtype)
+        elif takes_device_arrays(choice) and not on_opencl(array):
+            inputs[name] = array
+        else:
+            inputs[name] = host_tensor(to_host(name, array, choice.device.id), dtype)
+    return inputs
+
+
 def to_host(name: str, array: Any, taker: str) -> np.ndarray:
     """A copy on the host of tensor ``name``, which lives on a device.
 
@@ -134,7 +180,8 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
-    """The backend's result, or a copy of it where it is not an array of its own in C order.
+    """The backend's result, or a copy of it where it is not an array of its own in C order. ``inputs`` are the call's
+    own: a view of any other one cannot be written to.
 
     Raises:
         KernelError: it is not what the operator makes.
@@ -152,5 +199,6 @@ def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any]
             f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
             f"expected {operator.dtype} of shape {operator.output_shape}"
         )
+    flags = result.flags
     shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
-    return result.copy(order="C") if shares or not result.flags.c_contiguous else result
+    return result if flags.c_contiguous and flags.writeable and not shares else result.copy(order="C")

@@ -48,6 +48,7 @@ def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any])
         A function of the input, in which values have five axes but for the functions of a rank of their own.
     """
     rank = operator.problem.rank
+    shape = operator.output_shape  # here, since Dynamo cannot trace a cached property
     stages = [(step, torch_stage(step, constant, rank)) for step in operator.steps]
     fixed: dict[Any, Any] = {}  # operands that are no values of the pipeline
     for step in operator.steps:
@@ -65,7 +66,7 @@ def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any])
                 values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand] for operand in operands
             ]
             values.append(stage(values[step.source], *arguments))
-        return values[-1].reshape(operator.output_shape)
+        return values[-1].reshape(shape)
 
     return pipeline
 
