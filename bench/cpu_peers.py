@@ -18,10 +18,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,19 +34,24 @@ sys.path.insert(0, str(ROOT))
 import dispatcher
 from bench import common
 from bench.common import Run, bind_case, say
+from bench.processes import Process
 from dispatcher.check.inputs import random_tensors
+from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import describe
 from dispatcher.errors import InputError
 from dispatcher.interface import Timings
-from dispatcher.problem.operator import Operator, operator_dict
+from dispatcher.problem.operator import Operator, bind, operator_dict
 from dispatcher.timing import charts, contenders
 from dispatcher.timing.contenders import OtherLibrary
-from dispatcher.timing.peers import PEERS
+from dispatcher.timing.peers import PEER_SLACK, PEERS, Peer
 from dispatcher.timing.sampling import Probe, Times, ratio, seconds_since
 
 PROGRAM, SCHEMA = "cpu_peers", 1
 REPEATS = 9
 SEED = 0
+#: Processes have input tensors of their own up to this share of the memory that is available. Shared ones lie in small
+#: pages, which cost ours 1 to 4 percent and PyTorch nothing.
+OWN_SHARE = 0.25
 SMALL, FULL = "small batches", "kernelbench cases"
 
 
@@ -62,6 +69,11 @@ class Contender:
     name: str
     label: str
     device: str | None = None
+
+    @cached_property
+    def process(self) -> Process:
+        """Its own, for all operators."""
+        return Process(Seat, self.name, self.device)
 
 
 def contenders_of(run: Run) -> list[Contender]:
@@ -89,23 +101,92 @@ class Ours(contenders.Contender):
         return {"launches": self._compiled.explain().as_dict()["launches"]}
 
 
+def contender(
+    operator: Operator, tensors: Mapping[str, np.ndarray], name: str, device: str | None
+) -> contenders.Contender:
+    """A contender in this process; see :class:`Contender` for who it is."""
+    return OtherLibrary(operator, tensors, name) if device is None else Ours(operator, tensors, device)
+
+
+class Seat:
+    """What a contender's process holds: the contender on the operator of the moment, and its latest result."""
+
+    _contender: contenders.Contender | None = None
+
+    def __init__(self, name: str, device: str | None) -> None:
+        self._who = name, device
+
+    def prepare(self, peer: Peer | None, folder: str | None, *task: Any) -> None:
+        """Get ready for an operator, given as :func:`bind` takes it, on tensors in a folder, or of its own."""
+        self._contender = None  # its memory comes first
+        if peer is not None:
+            contenders.PEERS[self._who[0]] = peer  # as the parent has it
+        operator = bind(*task)
+        tensors = random_tensors(operator, SEED) if folder is None else mapped(folder)
+        self._contender = contender(operator, tensors, *self._who)
+        self._contender.witness = self
+
+    def see(self, _: contenders.Contender, result: np.ndarray) -> None:
+        """Keep the result of a call, which may be overwritten afterwards."""
+        self._result = np.array(result)
+
+    def run(self) -> np.ndarray:
+        """The result of a call."""
+        self._contender.call()
+        result, self._result = self._result, None
+        return result
+
+    def timed(self) -> float:
+        """Seconds of a call."""
+        return self._contender.timed()
+
+    def facts(self) -> dict[str, Any]:
+        """What a result file has to say of it."""
+        setup_s = self._contender.compile_s + self._contender.first_s
+        return {**self._contender.facts(), "setup_s": setup_s}
+
+
+class Apart(contenders.Contender):
+    """A contender in a process of its own, as its parent sees it."""
+
+    def __init__(self, operator: Operator, entrant: Contender, folder: str | None) -> None:
+        super().__init__(operator, entrant.name, entrant.device or f"{entrant.label} (cpu)")
+        peer = None if entrant.device else contenders.PEERS[entrant.name]
+        self.slack = PEER_SLACK if peer else 1.0
+        self._ask = entrant.process.ask
+        self._ask("prepare", peer, folder, operator.problem, operator.sizes, operator.scalars)
+
+    def run(self, timings: Timings | None = None) -> np.ndarray:
+        result: np.ndarray = self._ask("run")
+        return result
+
+    def timed(self) -> float:
+        return float(self._ask("timed"))
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = self._ask("facts")
+        return facts
+
+
 def race(
-    operator: Operator,
-    title: str,
-    entrants: Sequence[Contender],
-    probe: Probe,
-    settings: argparse.Namespace,
-    seed: int = SEED,
+    operator: Operator, title: str, entrants: Sequence[Contender], probe: Probe, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Prepare, check and time every contender on one operator, on tensors of a seed; see :func:`common.race`."""
-    tensors = random_tensors(operator, seed)
-    makers: dict[str, Callable[[], contenders.Contender]] = {
-        each.name: partial(OtherLibrary, operator, tensors, each.name)
-        if each.device is None
-        else partial(Ours, operator, tensors, each.device)
-        for each in entrants
-    }
-    return {"seed": seed, **common.race(title, operator, tensors, makers, probe, settings)}
+    """Prepare, check and time every contender on one operator; see :func:`common.race`."""
+    tensors = random_tensors(operator, SEED)
+    with ExitStack() as stack:
+        folder, available = None, available_bytes()
+        if available and len(entrants) * sum(each.nbytes for each in tensors.values()) > OWN_SHARE * available:
+            folder = stack.enter_context(TemporaryDirectory())
+            for name, array in tensors.items():
+                np.save(Path(folder, f"{name}.npy"), array)
+            tensors = mapped(folder)
+        makers = {each.name: partial(Apart, operator, each, folder) for each in entrants}
+        return {"seed": SEED, **common.race(title, operator, tensors, makers, probe, settings)}
+
+
+def mapped(folder: str) -> dict[str, np.ndarray]:
+    """The tensors in the files of a folder, whose memory all processes share."""
+    return {path.stem: np.asarray(np.load(path, mmap_mode="c")) for path in Path(folder).iterdir()}
 
 
 def conclude(case: dict[str, Any], entrants: Sequence[Contender], threshold: float) -> None:

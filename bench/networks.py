@@ -15,15 +15,13 @@ import argparse
 import copy
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import common
 from bench.common import Run, say
 from bench.cpu_peers import milliseconds, ratio_text
+from bench.processes import Process
 from dispatcher.device.machine import cores
 from dispatcher.device.selection import describe
+from dispatcher.errors import DispatcherError
 from dispatcher.interface import Device
 from dispatcher.timing import charts
 from dispatcher.timing.sampling import ratio, sample_beside, seconds_since, timed
@@ -183,50 +183,27 @@ def given(make: Callable[[], nn.Module], shape: Sequence[int]) -> tuple[nn.Modul
     return make().eval(), torch.randn(shape)
 
 
-@torch.no_grad()
-def contend(
-    pipe: Connection, make: Callable[[], nn.Module], shape: Sequence[int], prepare: Callable[..., Call]
-) -> None:
-    """What a contender's process does: say how it got ready, or why it is out, and the seconds of a call when asked."""
-    torch.set_num_threads(cores())
-    module, x = given(make, shape)
-    wanted = copy.deepcopy(module).double()(x.double())
-    start = time.perf_counter()
-    try:
+class Ready:
+    """A contender in its own process, ready for calls: two results were checked."""
+
+    def __init__(self, make: Callable[[], nn.Module], shape: Sequence[int], prepare: Callable[..., Call]) -> None:
+        torch.set_num_threads(cores())
+        torch.set_grad_enabled(False)
+        module, x = given(make, shape)
+        wanted = copy.deepcopy(module).double()(x.double())
+        start = time.perf_counter()
         call = partial(prepare(copy.deepcopy(module), x), x)
         found = call()
         setup_s = seconds_since(start)
         difference = max(float((y.double() - wanted).abs().max() / wanted.abs().max()) for y in (found, call()))
         if not difference <= TOLERANCE:
             raise ValueError(f"it differs from float64 by {difference:.2g} of the largest value")
-    except Exception as error:  # whatever a library raises
-        pipe.send(describe(error))
-        return
-    pipe.send({"setup_s": setup_s, "difference": difference})
-    turn = timed(call)
-    while pipe.recv():
-        pipe.send(turn())
+        self.timed = timed(call)
+        self._facts = {"setup_s": setup_s, "difference": difference}
 
-
-@contextmanager
-def process(*task: Any) -> Iterator[Connection]:
-    """A process that does :func:`contend`, and this end of its pipe."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=contend, args=(there, *task), daemon=True)
-    child.start()
-    there.close()
-    try:
-        yield here
-    finally:
-        child.kill()
-        child.join()
-
-
-def ask(pipe: Connection) -> float:
-    """Seconds of one call of a contender."""
-    pipe.send(True)
-    return float(pipe.recv())
+    def facts(self) -> dict[str, float]:
+        """How it got ready."""
+        return self._facts
 
 
 def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
@@ -244,15 +221,13 @@ def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     with ExitStack() as stack:
         for each, prepare in makers.items():
             say(f"{name}: preparing {each}")
-            pipe = stack.enter_context(process(make, shape, prepare))
             try:
-                answer = pipe.recv()
-            except EOFError:
-                answer = "its process ended"
-            if isinstance(answer, str):
-                failures[each] = answer
+                process = stack.enter_context(closing(Process(Ready, make, shape, prepare)))
+                results[each] = process.ask("facts")
+            except (ImportError, DispatcherError) as error:
+                failures[each] = describe(error)
             else:
-                turns[each], results[each] = partial(ask, pipe), answer
+                turns[each] = partial(process.ask, "timed")
         sampling = sample_beside(run.probe, settings.quiet_limit, turns, settings.repeats)
     failures |= sampling.failures
     for each, reason in failures.items():

@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from bench import common
 from bench.common import Run
-from bench.cpu_peers import conclude, contenders_of, milliseconds, race
+from bench.cpu_peers import conclude, contender, contenders_of, milliseconds
 from dispatcher import load_problem
+from dispatcher.check.inputs import random_tensors
 from dispatcher.errors import GeometryError
 from dispatcher.problem.messages import picked
 from dispatcher.problem.operator import bind
@@ -215,10 +216,12 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
 
     def entry(index: int, sizes: Mapping[str, int]) -> dict[str, Any]:
         operator, geometry = bind(problem, sizes, {}), describe(sizes)
-        facts = {"index": index, "geometry": geometry, "sizes": sizes}
+        facts = {"index": index, "geometry": geometry, "sizes": sizes, "seed": settings.seed}
         facts |= picked(operator, "output_shape", "flops", "ideal_bytes")
         title = f"{index} of {settings.count}, {geometry}"
-        return {**facts, **race(operator, title, entrants, run.probe, settings, settings.seed)}
+        tensors = random_tensors(operator, settings.seed)
+        makers = {each.name: partial(contender, operator, tensors, each.name, each.device) for each in entrants}
+        return {**facts, **common.race(title, operator, tensors, makers, run.probe, settings)}
 
     entries = common.until_interrupted(
         partial(entry, index, sizes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from conftest import REQUIRED
 
 from dispatcher.device import machine
 from dispatcher.device.selection import backend_devices
+from dispatcher.errors import DispatcherError
 from dispatcher.interface import Timings
 from dispatcher.ops.geometry import GeometryError
 from dispatcher.problem.operator import bind
@@ -31,6 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from bench import anatomy, choices, common, compare_checkouts, cpu_peers, family, isa, overhead, sweep  # noqa: E402
+from bench.processes import Process  # noqa: E402
 from tests.family import operator_for  # noqa: E402
 
 SMALL = [f"{name}={value}" for name, value in {"depth": 4, "height": 6, "width": 10, "in_channels": 4}.items()]
@@ -218,6 +222,7 @@ def unwritten_peer(operator: Any, tensors: Any, threads: int, gpu: int | None = 
 def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"right": reference_peer, "missing": missing_peer, "wrong": wrong_peer, "unwritten": unwritten_peer}
     monkeypatch.setattr(timing_contenders, "PEERS", {name: Peer(name, (), maker) for name, maker in made.items()})
+    monkeypatch.setattr(cpu_peers, "OWN_SHARE", 0.0)
     contenders = [cpu_peers.Contender(name, name) for name in made]
     sizes = {name: int(value) for name, value in (text.split("=") for text in SMALL)}
     operator = cpu_peers.bind_case("conv-transpose3d-layernorm-gelu-scaling", 5, sizes)
@@ -229,6 +234,35 @@ def test_peers_that_are_missing_or_wrong_are_listed(monkeypatch: pytest.MonkeyPa
     assert case["failures"]["missing"] == "not installed (ModuleNotFoundError: No module named 'nothing')"
     assert "elements are wrong" in case["failures"]["wrong"]
     assert "not finite" in case["failures"]["unwritten"]
+
+
+def test_a_process_carries_results_and_errors_and_starts_anew() -> None:
+    process = Process(importlib.import_module, "builtins")
+    assert process.ask("eval", "__import__('numpy').arange(4.0)").tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert process.ask("eval", "__import__('signal').getsignal(2)") == signal.SIG_IGN
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nothing'"):
+        process.ask("eval", "__import__('nothing')")
+    with pytest.raises(DispatcherError, match=r"^ZeroDivisionError: division by zero$"):
+        process.ask("eval", "1 / 0")
+    with pytest.raises(DispatcherError, match=r"^its process ended$"):
+        process.ask("eval", "__import__('os')._exit(1)")
+    assert process.ask("abs", -1) == 1
+    process.close()
+
+
+def test_a_process_ends_with_its_parent() -> None:
+    """In the middle of a call, and though the parent is killed: nobody is left who could write to its output."""
+    script = """
+import threading
+from bench.processes import Process
+process = Process(threading.Event)
+print(process.ask("is_set"), flush=True)
+process.ask("wait", 100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "False\n"
+        parent.kill()
+        assert parent.communicate(timeout=30)[0] == ""
 
 
 def test_the_family_s_run_goes_on_where_it_was_broken_off(

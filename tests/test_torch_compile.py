@@ -26,8 +26,11 @@ if str(ROOT) not in sys.path:
 
 import dispatcher.torch as dispatcher_torch  # noqa: E402
 from bench import common, networks  # noqa: E402
+from dispatcher.check.inputs import random_tensors  # noqa: E402
+from dispatcher.problem.operator import bind  # noqa: E402
 from dispatcher.timing import sampling  # noqa: E402
 from dispatcher.torch.compiler import backend  # noqa: E402
+from dispatcher.torch.composition import torch_pipeline  # noqa: E402
 
 nn = torch.nn
 
@@ -166,6 +169,26 @@ def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: 
     assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
 
 
+def test_numbers_and_data_taken_out_of_the_graph_stay_in_pytorch() -> None:
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3)
+
+        def forward(self, x: Any, number: Any) -> Any:
+            y = self.conv(x)
+            return y.data * number if self.training else y.mean((2, 3)) * number
+
+    module, x = Taken(), torch.randn(2, 2, 5, 6)
+    for training, reason in ((True, "leaves the graph"), (False, "given anew in each call")):
+        module.train(training)
+        compiled = torch.compile(module, backend=backend)
+        with torch.no_grad():
+            for number in (torch.tensor(0.5), torch.tensor(3.0, dtype=torch.float64)):
+                torch.testing.assert_close(compiled(x, number), module(x, number))
+        assert reason in str(dispatcher_torch.report().graphs[-1])
+
+
 def test_what_stands_behind_several_results_is_a_group_of_its_own() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -250,6 +273,15 @@ def test_wrong_arguments_and_the_entry_point() -> None:
     (name, value) = re.match(r'(\w+) = "(.+)"', section).groups()  # type: ignore[union-attr]
     entry = importlib.metadata.EntryPoint(name, value, "torch_dynamo_backends")
     assert name == "dispatcher" and entry.load() is backend
+
+
+def test_a_pipeline_is_compiled_before_its_shape_was_asked_for() -> None:
+    known = common.bind_case("conv2d-mish-mish", case="sample")
+    operator = bind(known.problem, known.sizes, known.scalars)
+    tensors = {name: torch.from_numpy(array) for name, array in random_tensors(operator, 0).items()}
+    function = torch_pipeline(operator, lambda operand: tensors[operand.name])
+    found = torch.compile(function, backend="eager", fullgraph=True)(tensors[operator.source])
+    assert tuple(found.shape) == operator.output_shape
 
 
 def wrong(module: Any, x: Any) -> Any:

@@ -18,12 +18,13 @@ from dispatcher.call import tracing
 from dispatcher.call.explanation import Explanation, explain_choice
 from dispatcher.call.handover import (
     Target,
+    backend_inputs,
     bare,
+    check_place,
     checked_result,
     dtype_name,
     in_kind_of,
     new_output,
-    takes_device_arrays,
     to_host,
 )
 from dispatcher.device.machine import check_host_memory
@@ -46,7 +47,6 @@ from dispatcher.problem.arrays import (
     TensorArgument,
     host_tensor,
     mapped_file,
-    on_opencl,
     snapshot,
     tensor_argument,
     with_own_error_state,
@@ -525,14 +525,10 @@ class CompiledOperator(Shown):
             program = self._program(operator)
         while True:
             choice = program.choice
-            if output is not None and not isinstance(output, np.ndarray) and not takes_device_arrays(choice):
-                raise InputError(
-                    f"{self._output_name} lives on a CUDA device, and {choice.device.id} makes arrays in "
-                    "host memory; give a NumPy array, or choose device='cuda'"
-                )
+            check_place(self._output_name, output, choice)
             if choice.executable is None:
                 return np.empty(operator.output_shape, program.dtype) if output is None else output
-            inputs = self._inputs(program, choice, tensors)
+            inputs = backend_inputs(program.constants, tensors, self._bound.tensors, choice, program.dtype)
             fresh = output is None and not getattr(choice.executable, "result_ready", False)
             fresh = fresh and all(isinstance(array, np.ndarray) for array in inputs.values())  # so will be the result
             check_host_memory(operator, choice.device, fresh)
@@ -553,19 +549,6 @@ class CompiledOperator(Shown):
                 splittable = all(isinstance(array, np.ndarray) for array in arrays)
                 if not (splittable and isinstance(error, DeviceMemoryError) and self._split(program, choice)):
                     self._move_on(program, choice, error)
-
-    def _inputs(self, program: _Program, choice: Choice, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Every tensor as the backend takes it, in the order of the parameters."""
-        inputs: dict[str, Any] = dict(program.constants)
-        for name in [*tensors, *(name for name, array in inputs.items() if array is None and name not in tensors)]:
-            array = bare(tensors[name] if name in tensors else self._bound.tensors[name])
-            if type(array) is np.ndarray:
-                inputs[name] = host_tensor(array, program.dtype)
-            elif takes_device_arrays(choice) and not on_opencl(array):
-                inputs[name] = array
-            else:
-                inputs[name] = host_tensor(to_host(name, array, choice.device.id), program.dtype)
-        return inputs
 
     def _split(self, program: _Program, choice: Choice) -> bool:
         """After an out-of-memory, let ``program`` work on smaller parts of the batch; False if it cannot."""

@@ -16,6 +16,7 @@ from dispatcher.problem.arrays import (
     check_opencl_output,
     check_output,
     fetched,
+    host_tensor,
     in_kind,
     mapped,
     on_opencl,
@@ -102,6 +103,51 @@ def bare(value: Any) -> Any:
 def takes_device_arrays(choice: Choice) -> bool:
     """Whether the device takes arrays that live on it."""
     return bool(getattr(choice.backend, "device_arrays", False))
+
+
+def check_place(name: str, output: Any, choice: Choice) -> None:
+    """Check that a device writes to the caller's output where it lies.
+
+    Raises:
+        InputError: it does not.
+    """
+    if output is not None and not isinstance(output, np.ndarray) and not takes_device_arrays(choice):
+        raise InputError(
+            f"{name} lives on a CUDA device, and {choice.device.id} makes arrays in host memory; "
+            "give a NumPy array, or choose device='cuda'"
+        )
+
+
+def backend_inputs(
+    constants: Mapping[str, np.ndarray | None],
+    tensors: Mapping[str, Any],
+    bound: Mapping[str, Any],
+    choice: Choice,
+    dtype: np.dtype[Any],
+) -> dict[str, Any]:
+    """Every tensor as a device's backend takes it, in the order of the parameters.
+
+    Args:
+        constants: for each parameter the bound tensor, ready for backends that take arrays in host memory; None for
+            the others.
+        tensors: the caller's others, unconverted; they come before the bound ones.
+        bound: the bound tensors, unconverted.
+        choice: the device.
+        dtype: of arrays in host memory.
+
+    Raises:
+        InputError: a tensor lives where it cannot be read.
+    """
+    inputs: dict[str, Any] = dict(constants)
+    for name in [*tensors, *(name for name, array in inputs.items() if array is None and name not in tensors)]:
+        array = bare(tensors[name] if name in tensors else bound[name])
+        if type(array) is np.ndarray:
+            inputs[name] = host_tensor(array, dtype)
+        elif takes_device_arrays(choice) and not on_opencl(array):
+            inputs[name] = array
+        else:
+            inputs[name] = host_tensor(to_host(name, array, choice.device.id), dtype)
+    return inputs
 
 
 def to_host(name: str, array: Any, taker: str) -> np.ndarray:

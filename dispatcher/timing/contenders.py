@@ -152,7 +152,8 @@ class Contender:
         return max(math.inf if uncertainty is None else uncertainty for uncertainty in found)
 
     def note(self, comparison: Comparison) -> None:
-        """Keep the worst comparison."""
+        """Keep the worst comparison, as a share of the bound that ours must keep."""
+        comparison = replace(comparison, max_error_over_bound=self.slack * comparison.max_error_over_bound)
         if self.comparison is None or not (
             comparison.passed and comparison.max_error_over_bound <= self.comparison.max_error_over_bound
         ):
@@ -258,10 +259,6 @@ class OtherLibrary(Contender):
     def done(self, result: np.ndarray) -> None:
         if result.flags.writeable:  # it may write the next result there
             result.fill(np.nan)
-
-    def note(self, comparison: Comparison) -> None:
-        over = self.slack * comparison.max_error_over_bound  # of our bound
-        super().note(replace(comparison, max_error_over_bound=over))
 
     def result(self) -> PeerBenchmark:
         """What came of it."""

@@ -103,6 +103,9 @@ def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device:
         with torch.no_grad(), fake, torch.fx.traceback.preserve_node_meta():
             interpreted = partial(torch.fx.Interpreter.run, torch.fx.Interpreter(module))
             traced = make_fx(interpreted, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+        held = (getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr")
+        if any(isinstance(each, FakeTensor) for each in held):
+            raise InputError("a tensor leaves the graph, as by .data")
     except Exception as error:  # a higher-order operator, data-dependent sizes, ...
         found.left.append(f"the whole graph: it cannot be traced to operators of ATen: {first_line(error)}")
         forward: Callable[..., Any] = module.forward

@@ -28,7 +28,13 @@ from dispatcher.ops.vocabulary import MAXIMUM
 from dispatcher.problem.operator import Operator
 
 #: Functions of two tensors, neither of which may be a number.
-_OF_TENSORS = {"maximum": torch.maximum, "minimum": torch.minimum}
+_OF_TENSORS: dict[str, Callable[..., Any]] = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "greater": lambda x, value: torch.gt(x, value).to(x.dtype),
+    "greater_equal": lambda x, value: torch.ge(x, value).to(x.dtype),
+    "where": lambda x, value, other: torch.where(x != 0, value, other),
+}
 
 
 def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any]) -> Callable[[Any], Any]:
@@ -42,6 +48,7 @@ def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any])
         A function of the input, in which values have five axes but for the functions of a rank of their own.
     """
     rank = operator.problem.rank
+    shape = operator.output_shape  # here, since Dynamo cannot trace a cached property
     stages = [(step, torch_stage(step, constant, rank)) for step in operator.steps]
     fixed: dict[Any, Any] = {}  # operands that are no values of the pipeline
     for step in operator.steps:
@@ -59,7 +66,7 @@ def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any])
                 values[operand.value] if isinstance(operand, ValueOperand) else fixed[operand] for operand in operands
             ]
             values.append(stage(values[step.source], *arguments))
-        return values[-1].reshape(operator.output_shape)
+        return values[-1].reshape(shape)
 
     return pipeline
 
@@ -101,7 +108,9 @@ def torch_stage(step: Step, constant: Callable[[Any], Any], rank: int) -> Callab
         case Pointwise(form=form) if form.torch:
             return dotted(form.torch)
         case Pointwise(form=form) if form.name in _OF_TENSORS:
-            return lambda x, a: _OF_TENSORS[form.name](x, torch.as_tensor(a, dtype=x.dtype, device=x.device))
+            return lambda x, *given: _OF_TENSORS[form.name](
+                x, *(torch.as_tensor(each, dtype=x.dtype, device=x.device) for each in given)
+            )
         case Normalize(eps=eps):
             weight, bias = channels(step.weight), channels(step.bias)
             count = step.shape[1]
