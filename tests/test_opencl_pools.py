@@ -59,9 +59,11 @@ def test_dilated_and_adaptive_pools_leave_statistics_of_their_rows(place: Place)
     assert comparison.passed, comparison.reason
 
 
-def test_windows_that_overlap_come_in_runs_of_rows_too() -> None:
+def test_a_cpu_runs_many_rows_in_a_work_group() -> None:
     device = next(device for device in BACKEND.probe() if device.kind == "cpu")
-    operator = operator_of({"x": (1, 8, 16, 56, 56)}, [{"op": "max_pool", **WINDOWS["strided"][2]}])
-    (launch,) = BACKEND.compile(operator, device, {}).launches
-    assert launch.name == "pool_step"
-    assert int(launch.detail["items"]) < 8 * 15 * 28
+    pool = {"op": "max_pool", **WINDOWS["strided"][2]}
+    for step, kernel in ((pool, "pool_step"), ("relu", "pointwise_step")):
+        for shape, together in (((4, 64, 64, 56, 56), True), ((1, 1, 2, 8, 32), False)):
+            executable = BACKEND.compile(operator_of({"x": shape}, [step]), device, {})
+            (launch,) = executable._own.launches  # type: ignore[attr-defined]
+            assert launch.lowered.kernel == kernel and (launch.lowered.local > 1) == together

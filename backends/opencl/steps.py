@@ -26,10 +26,9 @@ from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce
 
 #: Most columns of a pool's input that a work-item keeps combined; windows that reach further are combined one by one.
 MOST_COLUMNS = 4096
-#: A CPU's work-item of a pool takes in about so many places, as long as there are some items for each core.
-ITEM_PLACES, SHARES = 4096, 16
-#: Work-items of a work-group of a kernel whose work-items have nothing to do with each other.
-INDEPENDENT_ITEMS = 64
+#: Work-items of a work-group of a kernel whose work-items have nothing to do with each other, and the groups that each
+#: core of a CPU gets at least. To start a group takes more time than a short row does.
+INDEPENDENT_ITEMS, SHARES = 64, 32
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def lower_step(group: Group, target: Target, real: np.dtype[Any]) -> Lowered:
     elif step is None:
         made = _pointwise(group, name, vec, whole_rows=cpu)
     elif isinstance(step, Pool):
-        made = _pool(group, step, name, vec, target.facts.compute_units if cpu else 0)
+        made = _pool(group, step, name, vec)
     else:
         assert isinstance(step, Normalize | Softmax | Reduce)
         made = _reduction(step, group.tail, name, vec)
@@ -80,7 +79,8 @@ def step_launch(
     group: Group, target: Target, made: StepSource, sources: tuple[Argument, ...], algorithm: str = "step"
 ) -> Lowered:
     """The launch of a kernel with a work-item for each of ``count``."""
-    local = 1 if target.facts.cpu else min(INDEPENDENT_ITEMS, target.limits.work_items)
+    fair = made.count // (target.facts.compute_units * SHARES) if target.facts.cpu else INDEPENDENT_ITEMS
+    local = max(1, min(INDEPENDENT_ITEMS, target.limits.work_items, fair))
     arguments = (*sources, made.operands, Value(group.output), np.uint64(made.count))
     return Lowered(
         made.kernel,
@@ -149,20 +149,17 @@ def _pointwise(group: Group, real: str, vec: int, *, whole_rows: bool) -> StepSo
     return StepSource("pointwise_step", text, operands, math.prod(shape[:4]) * shares)
 
 
-def _pool(group: Group, step: Pool, real: str, vec: int, units: int) -> StepSource:
+def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     operands.gathers = group.gathers is not None
     tail = operands.tail(group.tail, Site("c", ROW, "OUT_W - w"))
-    (*_, out_w), (*_, in_w), (*above, window), stride = step.shape, step.input_shape, step.window, step.stride[2]
+    out_w, in_w, window, stride = (each[-1] for each in (step.shape, step.input_shape, step.window, step.stride))
     if vec > 1:
         vec = power_below(min(vec, in_w))
     span = round_up(out_w if step.adaptive else min(out_w, max(1, MOST_COLUMNS // 4 // stride)), vec)
     columns = in_w if step.adaptive else span * stride + (window - 1) * step.dilation[2]
     if columns > MOST_COLUMNS:
         vec = span = 1
-    count = math.prod(step.shape[:4])
-    worth = min(ITEM_PLACES // (in_w * math.prod(above)), count // (units * SHARES)) if units else 1
-    rows = next(n for n in range(max(1, worth), 0, -1) if count % n == 0)
     axes = {
         "IN": step.input_shape[2:],
         "OUT": step.shape[2:],
@@ -173,7 +170,6 @@ def _pool(group: Group, step: Pool, real: str, vec: int, units: int) -> StepSour
         "AFTER": [after for _, after in step.padding],
     }
     values = {
-        "ROWS": rows,
         "CHANNELS": step.shape[1],
         **{f"{name}_{axis}": each[i] for name, each in axes.items() for i, axis in enumerate("DHW")},
         "SPAN": span,
@@ -191,7 +187,7 @@ def _pool(group: Group, step: Pool, real: str, vec: int, units: int) -> StepSour
         tail_macro("TAIL", tail, "x"),
         section("step_pool.cl"),
     )
-    return StepSource("pool_step", kernel_text(real, vec, operands, *parts), operands, count // rows)
+    return StepSource("pool_step", kernel_text(real, vec, operands, *parts), operands, math.prod(step.shape[:4]))
 
 
 def _given(group: Group, real: str, vec: int) -> tuple[StepSource, tuple[Argument, ...]]:

@@ -1,8 +1,8 @@
 // Pooling in a launch of its own: windows of any stride, padding and dilation.
 //
-// A work-item owns ROWS output rows (n, c, d, h). Of a window's places only those inside the input are combined: those of a column
+// A work-item owns one output row (n, c, d, h). Of a window's places only those inside the input are combined: those of a column
 // first, vector by vector, for SPAN outputs at a time, and then neighbouring columns. With VEC 1 each window is combined at once.
-// The host defines ROWS, CHANNELS, IN_D, IN_H, IN_W, OUT_D, OUT_H, OUT_W, and for each axis WINDOW_, STRIDE_, BEFORE_ and AFTER_
+// The host defines CHANNELS, IN_D, IN_H, IN_W, OUT_D, OUT_H, OUT_W, and for each axis WINDOW_, STRIDE_, BEFORE_ and AFTER_
 // (the padding) and DILATION_; SPAN; COLUMNS, those of SPAN outputs; REPEAT, whether the last vector of a row may begin in the one
 // before it; COUNT_PADDING, DIVISOR (0 for the number of places); ADAPTIVE: output o of OUT takes in the inputs from o*IN/OUT, rounded
 // down, up to (o + 1)*IN/OUT, rounded up, WINDOW_ of them at most; the reduction: POOL_COMBINE(a, b), POOL_COMBINE_ONE(a, b),
@@ -37,70 +37,66 @@ static real_v folded(global const REAL *plane, const int d, const int h, const i
   return total;
 }
 
-#if VEC > 1
-__attribute__((reqd_work_group_size(1, 1, 1), vec_type_hint(real_v)))
-#endif
 kernel void pool_step(global const REAL *restrict x, global const REAL *restrict operands, global REAL *restrict y,
                       const ulong count PARAMETERS) {
-  if (get_global_id(0) >= count) return;
-  for (size_t row = get_global_id(0) * ROWS, last = row + ROWS; row < last; row++) {
-    const size_t nc = row / ((size_t)OUT_H * OUT_D), c = nc % CHANNELS, n = nc / CHANNELS;
-    const int h = row % OUT_H, d = row / OUT_H % OUT_D;
-    global const REAL *plane = x + nc * ((size_t)IN_D * IN_H * IN_W);
-    GATHER_BEGIN
-    for (int first = 0; first < OUT_W; first += SPAN) {
+  const size_t row = get_global_id(0);
+  if (row >= count) return;
+  const size_t nc = row / ((size_t)OUT_H * OUT_D), c = nc % CHANNELS, n = nc / CHANNELS;
+  const int h = row % OUT_H, d = row / OUT_H % OUT_D;
+  global const REAL *plane = x + nc * ((size_t)IN_D * IN_H * IN_W);
+  GATHER_BEGIN
+  for (int first = 0; first < OUT_W; first += SPAN) {
 #if VEC > 1
-      REAL around[VEC + COLUMNS + VEC], *columns = around + VEC;
-      const int begin = FIRST(first, W);  // the input's column of columns[0]
-      if (begin < 0 || begin + COLUMNS > IN_W)
-        for (int i = 0; i < COLUMNS; i += VEC) STORE_V(SPLAT(POOL_IDENTITY), columns + i);
-      for (int next = max(begin, 0); next < min(begin + COLUMNS, IN_W); next += VEC) {
-        const int at = min(next, IN_W - VEC);
-        STORE_V(folded(plane + at, d, h, 0, 1), columns + (at - begin));
-      }
+    REAL around[VEC + COLUMNS + VEC], *columns = around + VEC;
+    const int begin = FIRST(first, W);  // the input's column of columns[0]
+    if (begin < 0 || begin + COLUMNS > IN_W)
+      for (int i = 0; i < COLUMNS; i += VEC) STORE_V(SPLAT(POOL_IDENTITY), columns + i);
+    for (int next = max(begin, 0); next < min(begin + COLUMNS, IN_W); next += VEC) {
+      const int at = min(next, IN_W - VEC);
+      STORE_V(folded(plane + at, d, h, 0, 1), columns + (at - begin));
+    }
 #endif
-      for (int next = first; next < min(first + SPAN, OUT_W); next += VEC) {
-        const int w = REPEAT ? min(next, OUT_W - VEC) : next;
+    for (int next = first; next < min(first + SPAN, OUT_W); next += VEC) {
+      const int w = REPEAT ? min(next, OUT_W - VEC) : next;
 #if VEC == 1
-        const real_v total = folded(plane + FIRST(w, W), d, h, BEGIN(w, W), END(w, W));
+      const real_v total = folded(plane + FIRST(w, W), d, h, BEGIN(w, W), END(w, W));
 #elif ADAPTIVE || STRIDE_W > 2
-        REAL totals[VEC];
-        for (int i = 0; i < VEC; i++) {
-          totals[i] = POOL_IDENTITY;
-          if (w + i >= OUT_W) continue;
-          for (int k = 0; k < (ADAPTIVE ? PLACES(w + i, W) : WINDOW_W); k++)
-            totals[i] = POOL_COMBINE_ONE(totals[i], columns[FIRST(w + i, W) - begin + k * DILATION_W]);
-        }
-        const real_v total = LOAD_V(totals);
+      REAL totals[VEC];
+      for (int i = 0; i < VEC; i++) {
+        totals[i] = POOL_IDENTITY;
+        if (w + i >= OUT_W) continue;
+        for (int k = 0; k < (ADAPTIVE ? PLACES(w + i, W) : WINDOW_W); k++)
+          totals[i] = POOL_COMBINE_ONE(totals[i], columns[FIRST(w + i, W) - begin + k * DILATION_W]);
+      }
+      const real_v total = LOAD_V(totals);
 #else
-        real_v total = SPLAT(POOL_IDENTITY);
-        for (int k = 0; k < WINDOW_W; k++) {
-          const REAL *from = columns + (w - first) * STRIDE_W + k * DILATION_W;
+      real_v total = SPLAT(POOL_IDENTITY);
+      for (int k = 0; k < WINDOW_W; k++) {
+        const REAL *from = columns + (w - first) * STRIDE_W + k * DILATION_W;
 #if STRIDE_W == 2
-          total = POOL_COMBINE(total, ((real_v)(LOAD_V(from).even, LOAD_V(from + VEC).even)));
+        total = POOL_COMBINE(total, ((real_v)(LOAD_V(from).even, LOAD_V(from + VEC).even)));
 #else
-          total = POOL_COMBINE(total, LOAD_V(from));
+        total = POOL_COMBINE(total, LOAD_V(from));
 #endif
-        }
+      }
 #endif
 #if DIVISOR
-        const real_v places = SPLAT(R(1.0) * DIVISOR);
+      const real_v places = SPLAT(R(1.0) * DIVISOR);
 #else
-        REAL lanes[VEC];
-        for (int i = 0; i < VEC; i++) lanes[i] = ADAPTIVE ? PLACES(w + i, W) : i * STRIDE_W;
-        real_v places = LOAD_V(lanes);
-        if (!ADAPTIVE)
-          places = SMALLER(places + R(1.0) * WINDOW_W, SPLAT((REAL)COUNTED(w, W))) - LARGER(places, SPLAT((REAL)UNCOUNTED(w, W)));
-        places = places * (R(1.0) * PLACES(d, D) * PLACES(h, H));
+      REAL lanes[VEC];
+      for (int i = 0; i < VEC; i++) lanes[i] = ADAPTIVE ? PLACES(w + i, W) : i * STRIDE_W;
+      real_v places = LOAD_V(lanes);
+      if (!ADAPTIVE)
+        places = SMALLER(places + R(1.0) * WINDOW_W, SPLAT((REAL)COUNTED(w, W))) - LARGER(places, SPLAT((REAL)UNCOUNTED(w, W)));
+      places = places * (R(1.0) * PLACES(d, D) * PLACES(h, H));
 #endif
-        real_v value = POOL_FINISH(total);
-        TAIL(value);
-        GATHER(value, w, OUT_W - w)
+      real_v value = POOL_FINISH(total);
+      TAIL(value);
+      GATHER(value, w, OUT_W - w)
 #if USE_STORE
-        store_lanes(value, y + row * OUT_W + w, OUT_W - w);
+      store_lanes(value, y + row * OUT_W + w, OUT_W - w);
 #endif
-      }
     }
-    GATHER_END(((n * OUT_D + d) * OUT_H + h) * CHANNELS + c)
   }
+  GATHER_END(((n * OUT_D + d) * OUT_H + h) * CHANNELS + c)
 }
