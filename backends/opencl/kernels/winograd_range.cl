@@ -9,6 +9,7 @@
 //     borders, where there may be no such plane) the magnitudes of all elements of its window along height and width add up to at least
 //     sqrt(GROUP_IC)/2 times the sum, over the window's columns, of the largest channel's; half as much again where the window is a single
 //     row. An element that an output reads shows here, and small weights cannot happen to hide most of what it reads.
+//     Nor does one column of its window hold nearly all that it reads there: few products round less than their neighbours.
 // At edges, where outputs read one tap of several along two axes, that is so by the geometry, and these tiles are always left to them.
 // winograd.py sees to it that no tap's weights are small beside the others, and few in a tap.
 //
@@ -27,24 +28,19 @@
 // more than three taps leave less room.
 #define MOST_APART ((MOST_TAPS > 3 ? R(0.75) : R(1.0)) * (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC)))
 
-// Of what an output reads, in windows of so many places, the most that one of them may hold.
-#define MOST_AT_ONE_PLACE(places) ((places) < 4 ? R(0.9) : R(0.6))
+// Of what an output reads, in windows of so many columns, the most that one of them may hold.
+#define MOST_IN_A_COLUMN(columns) ((columns) < 3 ? R(0.9) : R(0.7))
 
-// Marks the tiles of the vector at `lane` that a channel or a place dominates. Called for each channel c; known when c is its group's
+// Marks the tiles of the vector at `lane` that a channel or a column dominates. Called for each channel c; known when c is its group's
 // last.
 //
-// x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); rows: its magnitudes over channels so far,
-// of each row and input along width; largest: that of one channel, of the rows of each output along height.
-__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*rows)[REACH_W], real_v (*largest)[REACH_W],
+// x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
+// rows of each output along height, for each input along width.
+__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W],
                                                    const int taps, const int c, const int lane, const int tiles, global int *marks) {
   const bool first_channel = c % GROUP_IC == 0;
 #pragma unroll
-  for (int k = 0; k < REACH_W; k++) {
-#pragma unroll
-    for (int b = 0; b < taps + M_H - 1; b++) {
-      const real_v size = fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
-      rows[b][k] = first_channel ? size : rows[b][k] + size;
-    }
+  for (int k = 0; k < REACH_W; k++)
 #pragma unroll
     for (int jh = 0; jh < M_H; jh++) {
       real_v load = fabs(LOAD_V(x + at[jh] + COLUMN_AT(k)));
@@ -52,34 +48,33 @@ __attribute__((always_inline)) static void measure(global const REAL *x, const i
       for (int b = 1; b < taps; b++) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
       const real_v before = first_channel ? SPLAT(R(0.0)) : largest[jh][k];
       largest[jh][k] = load > before ? load : before;
+      sum[jh][k] = first_channel ? load : sum[jh][k] + load;
     }
-  }
   if (c % GROUP_IC < GROUP_IC - 1) return;
 COLD_LOOP
   for (int q = 0; q < M_H * M_W * PHASES_W; q++) {
     const int jh = q / (M_W * PHASES_W), rw = q % PHASES_W, first = INPUT_W[rw][0] + q / PHASES_W % M_W;
-    real_v all = SPLAT(R(0.0)), most = all, peak = all;
+    real_v all = SPLAT(R(0.0)), most = all, column = all;
 COLD_LOOP
     for (int k = first; k < first + TAPS_W[rw]; k++) {
+      all += sum[jh][k];
       most += largest[jh][k];
-#pragma unroll
-      for (int b = 0; b < taps; b++) {
-        all += rows[jh + b][k];
-        peak = peak > rows[jh + b][k] ? peak : rows[jh + b][k];
-      }
+      column = sum[jh][k] > column ? sum[jh][k] : column;
     }
     most *= SPLAT(taps > 1 ? max(R(2.0), R(0.5) * sqrt((REAL)GROUP_IC)) : R(0.75) * sqrt((REAL)GROUP_IC));
-    const real_v spread_out = all * SPLAT(MOST_AT_ONE_PLACE(taps * TAPS_W[rw]));
-    const bool several = taps * TAPS_W[rw] > 1;
-    if (!ANY_V(all < most || all == SPLAT(INFINITY)) && !(several && ANY_V(spread_out < peak))) continue;
-    REAL sums[VEC], least[VEC], shares[VEC], peaks[VEC];
+    column *= SPLAT(TAPS_W[rw] > 1 ? R(1.0) / MOST_IN_A_COLUMN(TAPS_W[rw]) : R(0.0));
+    if (!ANY_V(all < most || all < column || all == SPLAT(INFINITY))) continue;
+    REAL sums[VEC], least[VEC], columns[VEC];
     STORE_V(all, sums);
     STORE_V(most, least);
-    STORE_V(spread_out, shares);
-    STORE_V(peak, peaks);
+    STORE_V(column, columns);
 COLD_LOOP
-    for (int i = 0; i < VEC; i++)
-      if ((sums[i] < least[i] || sums[i] == INFINITY || (several && shares[i] < peaks[i])) && IS_TILE(lane + i, tiles)) marks[lane + i] = 1;
+    for (int i = 0; i < VEC; i++) {
+      // At edges most columns may lie outside the tensor: see mark_edges.
+      const int w = LOW_W + (lane + i) % ROW * M_W + first, inside = min(w + TAPS_W[rw], IW) - max(w, 0);
+      const bool alone = sums[i] < columns[i] && inside >= min(TAPS_W[rw], 3);
+      if ((sums[i] < least[i] || sums[i] == INFINITY || alone) && IS_TILE(lane + i, tiles)) marks[lane + i] = 1;
+    }
   }
 }
 
