@@ -43,12 +43,11 @@ CHOSEN = "chosen"
 
 def alternatives(device: Device, operator: Any) -> dict[str, dict[str, str]]:
     """Options by what tables call them, that which is chosen first."""
-    from dispatcher.backends.opencl.classes import device_class
     from dispatcher.backends.opencl.tuning import transforms
 
     facts, geometry = common.opencl_runtime(device.index).facts, operator.convolutions[0].geometry
     ways = {CHOSEN: {"tuned": "ignore"}}
-    for c, w in device_class(facts.vec).register_tiles:
+    for c, w in facts.device_class.register_tiles:
         ways[f"direct {c}x{w}"] = {"algorithm": "direct", "tile": f"{c}x{w}"}
     for each in transforms(geometry, None, facts, np.dtype(np.float32)):
         ways[f"F({each.planes}, {each.rows}, {each.columns})"] = each.given()

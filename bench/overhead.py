@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import dispatcher
 from bench import common
 from bench.common import Run, bind_case, say
+from dispatcher.call import compiled
 from dispatcher.call.compiled import CompiledOperator
 from dispatcher.check.inputs import random_tensors
 from dispatcher.interface import Tensors, Timings
@@ -96,7 +97,7 @@ def parts_of(call: Callable[[], Any], calls: int) -> dict[str, float]:
     from dispatcher.backends.opencl.memory import HostPool
 
     places: dict[str, tuple[tuple[Any, str], ...]] = {
-        "arguments": ((CompiledOperator, "_analyse"), (CompiledOperator, "_inputs")),
+        "arguments": ((CompiledOperator, "_analyse"), (compiled, "backend_inputs")),
         "result array": ((HostPool, "empty"),),
         "weights": ((Plan, "prepare"),),
         "binding": ((OpenClExecutable, "_run_launches"),),

@@ -1,8 +1,8 @@
 """The backend interface, on one screen.
 
 A backend is a module-level object with the three methods of :class:`Backend`; what it may offer besides are
-:class:`Measurable`, :class:`Tunable`, :class:`KernelHost` and :class:`Exporter`. Buffers, queues, contexts and caches
-are its own business.
+:class:`Measurable`, :class:`Calibrated`, :class:`Tunable`, :class:`KernelHost` and :class:`Exporter`. Buffers, queues,
+contexts and caches are its own business.
 """
 
 from __future__ import annotations
@@ -192,6 +192,24 @@ class Roofline:
     gbytes_per_s: float
     dtype: str
     method: str
+
+
+#: The fact of a device that says, for people, what :meth:`Calibrated.calibrate` found.
+CALIBRATION = "calibration"
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """What a backend offers that chooses kernels by what its devices were measured to do."""
+
+    def calibrate(self, device: Device) -> Mapping[str, str | int | float]:
+        """Measure what kernels are chosen by, in a second or two.
+
+        Called in a child process, after the device's self-test.
+
+        Returns:
+            Facts that ``device`` has from then on, :data:`CALIBRATION` among them; none where nothing is measured.
+        """
 
 
 @runtime_checkable

@@ -21,11 +21,15 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 @dataclass
 class FaultyRuntime:
-    """A folder with an .icd file for the faulty runtime, a cache folder of its own, and a count of contexts."""
+    """A folder with an .icd file for the faulty runtime, a cache folder of its own, and a count of contexts.
+
+    What PoCL compiles is kept in a folder that all of them share.
+    """
 
     folder: Path
     real: str
     mode: str
+    builds: Path
 
     @property
     def cache(self) -> Path:
@@ -43,6 +47,7 @@ class FaultyRuntime:
             **kept,
             "OCL_ICD_VENDORS": str(self.folder),
             "XDG_CACHE_HOME": str(self.cache),
+            "POCL_CACHE_DIR": str(self.builds),
             "FAULTY_REAL": self.real,
             "FAULTY_MODE": self.mode,
             "FAULTY_COUNT": str(self.folder / "count"),
@@ -73,7 +78,7 @@ class FaultyRuntimes:
         folder = self._folder / mode
         folder.mkdir()
         (folder / "faulty.icd").write_text(f"{self._library}\n")
-        return FaultyRuntime(folder, self._real, mode)
+        return FaultyRuntime(folder, self._real, mode, self._library.parent / "pocl")
 
 
 def build(folder: Path) -> tuple[Path, str]:

@@ -480,7 +480,7 @@ POINTWISE_SIMPLE = (
     ),
     *("abs", "square", "hardtanh"),
 )
-WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum")
+WITH_OPERAND = ("add", "subtract", "scale", "maximum", "minimum", "greater", "greater_equal", "where")
 POINTWISE = (*POINTWISE_SIMPLE, "leaky_relu", "clamp", *WITH_OPERAND)
 POOLS = ("avg_pool3d", "max_pool3d")
 NORMS = ("group_norm", "instance_norm", "batch_norm")
@@ -610,6 +610,8 @@ def _add_step(draw: st.DrawFn, pipeline: Pipeline, op: str) -> None:
             shape = pipeline.results[source]
         else:
             step[key] = _operand(draw, pipeline)
+        if op == "where":
+            step["other"] = _operand(draw, pipeline) if shape == pipeline.shape else draw(NUMBERS)
     elif op == "clamp":
         low, high = (draw(st.sampled_from((-0.75, -0.1, -math.inf))), draw(st.sampled_from((0.6, 0.2, math.inf))))
         step |= {"min": low, "max": high}

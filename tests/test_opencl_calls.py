@@ -20,13 +20,16 @@ def test_bound_tensors_are_compared_once(opencl: Device, monkeypatch: pytest.Mon
 
     compared, same_bytes = [], launches.same_bytes
     monkeypatch.setattr(launches, "same_bytes", lambda *arrays: compared.append(arrays) or same_bytes(*arrays))
+    prepared, prepare = [], launches.Launch.prepare
+    monkeypatch.setattr(launches.Launch, "prepare", lambda *given: prepared.append(given) or prepare(*given))
     x, w = conv_tensors().values()
     bound, free = (dispatcher.compile(CONV, device=opencl.id, kernel=kernel) for kernel in (w, None))
     first = bound(input=x)
     bound(input=x)
     compared.clear()
+    prepared.clear()
     np.testing.assert_array_equal(bound(input=x), first)
-    assert not compared
+    assert not compared and not prepared
     bound.update(kernel=2 * w)
     np.testing.assert_array_equal(bound(input=x), 2 * first)
     # A tensor of the caller's may have changed, whether it is writeable or not.

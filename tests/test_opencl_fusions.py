@@ -12,12 +12,13 @@ import pytest
 
 import dispatcher
 from dispatcher.check.comparison import Comparison
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
 from dispatcher.problem.operator import Operator
 from tests.strategies import PLACES, Place, call_on, checked_run, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
 
-from dispatcher.backends.opencl import BACKEND
+from dispatcher.backends.opencl import BACKEND, lines
 from dispatcher.backends.opencl.implementations import IMPLEMENTATIONS, choose, tasks_of
 from dispatcher.backends.opencl.lowered import Rows, Value
 from dispatcher.backends.opencl.options import Options
@@ -264,6 +265,18 @@ def test_statistics_take_the_place_of_results_that_nobody_else_reads(place: Plac
     assert first.detail["gathers"] == "moments of rows"
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_images_and_signals_leave_statistics_as_volumes_do(rank: int) -> None:
+    shapes = {"x": (*(2, 4, 9)[: rank + 1], 43), "w": (6, 4, 3, 3)[: rank + 2]}
+    convolution = {"op": f"conv{rank}d", "weight": "w"}
+    for steps, given in (([over("mean", "spatial")], "total"), (["instance_norm", over("sum", "spatial")], "moments")):
+        operator = operator_of(shapes, [convolution, *steps])
+        first, second = launches(DIRECT, operator)
+        assert first.detail["gathers"] == f"{given} of rows, and stores nothing else"
+        assert second.detail["given"] == f"{given} of rows"
+        agrees(DIRECT, operator)
+
+
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("op", ["softmax", "log_sum_exp", "max", "mean", "instance_norm"])
 def test_planes_of_nothing_finite(op: str, value: float) -> None:
@@ -351,10 +364,24 @@ def test_statistics_of_what_stays_in_the_cache_are_not_worth_their_while() -> No
     assert gathers("mean", plane) == gathers("mean_of_batch_norm", 1 << 30) == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "least"), [((3, 3, 3), 1, 8), ((1, 3, 3), 1, 8), ((4, 4, 4), 2, 32), ((1, 5, 3), 1, 16)]
+)
+def test_fewest_channels(kernel: tuple[int, int, int], stride: int, least: int) -> None:
+    """Few channels are enough where transforms round least; with two taps there have to be more."""
+    axes = [
+        AxisGeometry(name, 64, taps, stride) for name, taps in zip(("depth", "height", "width"), kernel, strict=True)
+    ]
+    for channels in (least - 1, least):
+        tile, why = lines.choose(ConvGeometry(1, channels, 64, 1, *axes), None, TARGET, np.dtype(np.float32), Options())
+        assert tile.winograd == (channels == least), why
+        assert tile.winograd or why.startswith(f"fewer than {least} input channels a group")
+
+
 def test_the_reason_of_a_rejection_says_what_is_missing() -> None:
     (task,) = tasks_of(RESIDUALS["residual"].operator(), TARGET, Options(), [])
     reasons = dict(choose(task)[1])
-    assert reasons["lines-winograd"].startswith("fewer than 16 input channels a group")
+    assert reasons["lines-winograd"].startswith("fewer than 32 input channels a group")
     assert reasons["tiled"] == "the device is a CPU"
 
 

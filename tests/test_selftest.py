@@ -266,6 +266,56 @@ def test_a_failure_is_kept_for_what_it_was_found_under(
     assert ask(6) - before == 1
 
 
+PASSED = {"outcome": "ok", "reason": "", "gflops": 50.0, "spread": None, "facts": {}}
+
+
+@pytest.mark.parametrize(
+    ("ended", "outcome", "facts"),
+    [
+        (Ended(0, "", (*BEGUN, PASSED), ""), "ok", {}),
+        (Ended(0, "", (*BEGUN, PASSED, "measures", {"rates": "4x4 99"}), ""), "ok", {"rates": "4x4 99"}),
+        (Ended(-14, "SIGALRM", (*BEGUN, PASSED, "measures"), ""), "ok", "could not be measured: SIGALRM"),
+        (Ended(None, "", (*BEGUN, PASSED, "measures"), ""), "ok", "could not be measured: took too long"),
+        (Ended(1, "", (*BEGUN, PASSED, "measures"), "no room"), "ok", "could not be measured: exit code 1: no room"),
+        (Ended(-11, "SIGSEGV", (*BEGUN, PASSED, "measures", {}), ""), "crashed", {}),  # afterwards, as without it
+        (Ended(-11, "SIGSEGV", (*BEGUN, PASSED), ""), "crashed", {}),
+    ],
+)
+def test_a_device_that_cannot_be_measured_is_not_barred(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ended: Ended, outcome: str, facts: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(selftest.VARIABLE, raising=False)
+    monkeypatch.setattr(selftest, "run_child", lambda *_: ended)
+    facts = {"calibration": facts} if isinstance(facts, str) else facts
+    found = selftest.try_device(DEVICE, "dispatcher.backends.opencl")
+    assert found is not None and (found.outcome, found.facts) == (outcome, facts)
+    assert facts.items() <= selftest.apply(DEVICE, found).facts.items()
+    monkeypatch.setattr(selftest, "run_child", None)
+    assert selftest.try_device(DEVICE, "dispatcher.backends.opencl") == found  # kept
+
+
+@pytest.mark.parametrize(
+    ("gflops", "said"), [(50.0, "Fake One does"), (0.1, "what kernels are chosen by is not measured"), (None, None)]
+)
+def test_a_device_that_passed_is_measured(
+    monkeypatch: pytest.MonkeyPatch, gflops: float | None, said: str | None
+) -> None:
+    class Measured(FakeBackend):
+        def calibrate(self, device: Device) -> dict[str, str]:
+            return {"calibration": f"{device.name} does what is expected"}
+
+    fakes = [Measured(kind="cpu"), FakeBackend(kind="cpu")]
+    monkeypatch.setattr(trial.registry, "load", lambda module: fakes[0])
+    monkeypatch.setattr(trial, "_test", lambda *_: SelfTest("ok", "", gflops))
+    for known in (said, None):
+        reports: list[Any] = []
+        trial.child(reports.append, "fake", "device", "0", "Fake One")
+        assert len(reports) == (2 if known is None else 4)
+        assert known is None or (reports[2] == "measures" and reports[3]["calibration"].startswith(known))
+        fakes.pop(0)
+
+
 def test_a_frozen_application_is_not_started_again(
     install_backends: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,26 @@ def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: 
     assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
 
 
+def test_numbers_and_data_taken_out_of_the_graph_stay_in_pytorch() -> None:
+    class Taken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3)
+
+        def forward(self, x: Any, number: Any) -> Any:
+            y = self.conv(x)
+            return y.data * number if self.training else y.mean((2, 3)) * number
+
+    module, x = Taken(), torch.randn(2, 2, 5, 6)
+    for training, reason in ((True, "leaves the graph"), (False, "given anew in each call")):
+        module.train(training)
+        compiled = torch.compile(module, backend=backend)
+        with torch.no_grad():
+            for number in (torch.tensor(0.5), torch.tensor(3.0, dtype=torch.float64)):
+                torch.testing.assert_close(compiled(x, number), module(x, number))
+        assert reason in str(dispatcher_torch.report().graphs[-1])
+
+
 def test_what_stands_behind_several_results_is_a_group_of_its_own() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

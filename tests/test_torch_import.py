@@ -37,7 +37,7 @@ class Does(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.function = function
         for name, value in tensors.items():
-            setattr(self, name, nn.Parameter(value))
+            setattr(self, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
 
     def forward(self, x: Any) -> Any:
         """The function's result."""
@@ -71,18 +71,24 @@ def imported(module: Any, *inputs: Any, device: str = "numpy", grow: bool = True
     if grow:
         assert found.problem.sizes
         larger = [
-            random(*(size + bool(extent.names) for size, extent in zip(x.shape, shape_of(found, name), strict=True)))
+            random(
+                *(
+                    size + bool(extent.names)
+                    for size, extent in zip(x.shape, shape_of(found, name, x.ndim), strict=True)
+                )
+            )
             for x, name in zip(inputs, found.inputs, strict=True)
         ]
         close(found.run(*larger, device=device), module(*larger).detach())
     return found
 
 
-def shape_of(found: Imported, name: str | None) -> tuple[Any, ...]:
+def shape_of(found: Imported, name: str | None, count: int) -> tuple[Any, ...]:
+    """Of an input with ``count`` dimensions; what the parameter has more lies behind batch and channel."""
     parameter = found.problem.parameter(name or "")
     assert parameter is not None
     assert parameter.shape is not None
-    return parameter.shape
+    return *parameter.shape[:2], *parameter.shape[2 + len(parameter.shape) - count :]
 
 
 def steps(found: Imported) -> list[str]:
@@ -122,6 +128,7 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
         lambda x: F.leaky_relu(x, 0.2),
         lambda x: torch.max(x, 0.2 * x),
         lambda x: torch.where(x > 0, x, 0.2 * x),
+        lambda x: torch.where(x < 0, 0.2 * x, x),
     ],
     "softplus": [F.softplus, lambda x: torch.log1p(torch.exp(x))],
     "softsign": [F.softsign, lambda x: x / (1 + x.abs())],
@@ -155,6 +162,14 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
             (x - x.mean((2, 3), keepdim=True)) / (x.var((2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
         ),
     ],
+    "group_norm": [
+        lambda x: F.group_norm(x, 2),
+        lambda x: (
+            ((y := x.unflatten(1, (2, -1)).flatten(2)) - y.mean(-1, True))
+            * torch.rsqrt(y.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        ).view_as(x),
+        lambda x: F.instance_norm(x.reshape(x.shape[0], 2, -1)).reshape_as(x),
+    ],
     "rms_norm": [
         lambda x: F.rms_norm(x.permute(LAST), (x.shape[1],), eps=1e-5).permute(FIRST),
         lambda x: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5),
@@ -165,7 +180,8 @@ WAYS: dict[str, list[Callable[..., Any]]] = {
 
 @pytest.mark.parametrize(("op", "way"), [(op, way) for op, ways in WAYS.items() for way in range(len(ways))])
 def test_a_step_is_told_by_what_it_computes(op: str, way: int) -> None:
-    found = imported(Does(lambda x: WAYS[op][way](x + 0.25)), random(2, 6, 4, 5))
+    grow = op != "group_norm"  # whose groups would not divide the channels
+    found = imported(Does(lambda x: WAYS[op][way](x + 0.25)), random(2, 6, 4, 5), grow=grow)
     assert steps(found) == ["add", op]
 
 
@@ -235,6 +251,24 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         lambda: Does(lambda x: torch.softmax(x.view(x.size(0), x.size(1), -1), dim=2).view_as(x)),
         (2, 3, 4, 5),
         "softmax",
+    ),
+    "single channels put together": (
+        lambda: Does(
+            lambda x, m: x * m.attend(torch.cat([x.mean(1, True), x.amax(1, True)], 1)),
+            attend=nn.Conv2d(2, 1, 3, padding=1),
+        ),
+        (2, 3, 4, 5),
+        "mean conv2d max conv2d add scale",
+    ),
+    "a region without gradients": (
+        lambda: Does(lambda x: torch.no_grad()(torch.relu)(x) * 2),
+        (2, 3, 4, 5),
+        "relu scale",
+    ),
+    "a size that is asked for": (
+        lambda: Does(lambda x, m: m.up(x, output_size=(12, 15)), up=nn.ConvTranspose2d(3, 4, 3, 3)),
+        (2, 3, 4, 5),
+        "conv_transpose2d",
     ),
     "dropped axes": (lambda: Does(lambda x: x.relu().mean(dim=[2, 3]).sum(-1)), (2, 3, 4, 5), "relu mean sum squeeze"),
     "one number": (lambda: Does(lambda x: x.relu().mean()), (2, 3, 4, 5), "relu mean squeeze"),
@@ -310,6 +344,38 @@ def test_a_linear_layer_over_all_of_an_item_is_a_convolution() -> None:
         assert steps(imported(module, random(2, 3, 4, 5))) == ["relu", "conv2d", "squeeze"]
 
 
+MATRICES: dict[str, Callable[..., Any]] = {
+    "conv1d batch_norm silu conv1d squeeze": lambda x, m: m.tail(x),
+    "conv1d add softmax squeeze": lambda x, m: (x @ m.weight.t() + m.bias).softmax(dim=1),
+    "conv1d group_norm max gelu squeeze": lambda x, m: F.gelu(
+        F.group_norm(torch.addmm(m.bias, x, m.weight.T), 3).max(1, keepdim=True)[0]
+    ),
+    "conv1d layer_norm add squeeze": lambda x, m: (
+        F.instance_norm(F.linear(x, m.weight[:4])[:, None, None]).squeeze(1).squeeze(1) + x
+    ),
+}
+
+
+@pytest.mark.parametrize("wanted", MATRICES)
+def test_a_linear_layer_takes_rows_of_features(wanted: str, backend_device: Device) -> None:
+    module = Does(MATRICES[wanted], weight=random(6, 4), bias=random(6))
+    if "silu" in wanted:
+        module.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.SiLU())
+        module.tail = nn.Linear(6, 3)
+    found = imported(module, random(5, 4), device=backend_device.id)
+    assert steps(found) == wanted.split()
+    result = found.run(random(5, 4).numpy(), device="numpy")
+    close(torch.from_numpy(result), module(random(5, 4)).detach())
+
+
+def test_an_input_of_fewer_axes_than_a_later_step_has() -> None:
+    layers = {"flat": nn.Conv2d(3, 4, 3), "deep": nn.Conv3d(4, 5, (1, 2, 2))}
+    module = Does(lambda x, m: m.deep(m.flat(x)[:, :, None]), **layers)
+    assert steps(imported(module, random(2, 3, 6, 7))) == ["conv3d", "conv3d"]
+    with pytest.raises(UnsupportedError, match=r"local_response_norm|aten\.pad .*only spatial axes"):
+        import_module(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(2)), (random(2, 3, 6, 7),))
+
+
 def test_a_convolution_takes_channels_that_were_put_together() -> None:
     """As a U-Net does: it is the sum of one convolution of each part."""
 
@@ -341,6 +407,11 @@ OPERANDS: list[Callable[..., Any]] = [
     lambda x, m: x / x.norm(dim=1, keepdim=True).clamp_min(1e-3).expand_as(x),
     lambda x, m: x * x.std(dim=(2, 3), keepdim=True) + x.var(1, keepdim=True),
     lambda x, m: F.normalize(x, dim=1) * x.mean((2, 3), keepdim=True) + x**3 - x**-2,
+    lambda x, m: x.view(2, 3, -1).softmax(2).view(2, 3, 4, 5) + x.norm(p=3, dim=1, keepdim=True).repeat(1, 3, 1, 1),
+    lambda x, m: F.softplus(3 * x, 2, 0.5) + x.abs() ** 1.5 + 2**x,
+    lambda x, m: torch.lerp(x, torch.addcmul(x, x.tanh(), m.full), 0.3) + F.cosine_similarity(x, x * x, dim=1)[:, None],
+    lambda x, m: torch.einsum("nchw,oc->nohw", x, m.full[0, :3, :3]) + (m.full[1, :3, :3] @ x.flatten(2)).view_as(x),
+    lambda x, m: x[:, :1] * x.select(1, -1)[:, None] + x.unbind(1)[1].unsqueeze(1),
 ]
 
 
@@ -349,6 +420,55 @@ def test_operands_of_any_kind(place: int) -> None:
     tensors = {"each": random(3), "full": random(3, 4, 5), "one": random(1), "rows": random(4, 1)}
     module = Does(OPERANDS[place], nn.Conv2d(2, 3, 1), **tensors)
     imported(module, random(2, 2, 4, 5), grow=False)
+
+
+def filled(x: Any, value: float) -> Any:
+    x[x < value] = value
+    return x
+
+
+#: Choices, each of which makes a number of NaN.
+CHOICES: list[Callable[..., Any]] = [
+    lambda x, m: torch.where(x > 0.5, 2 * x.abs(), 0.25) + (x >= 0.5).float() + torch.where(x < 0.5, 3.0, m.each),
+    lambda x, m: torch.where((x <= 0.5) & ~(x < -0.5) | (x == 2), torch.full_like(x, 5), -1.0) + (m.each < x).to(x),
+    lambda x, m: (
+        torch.sign(x)
+        + 4 * (x != 0.5) * (x > 1).sum((2, 3), keepdim=True)
+        + torch.where(x > m.each, 1.0, 2.0).masked_fill(x < 0, 7.0)
+    ),
+    lambda x, m: (
+        x.isnan() + 2 * x.isinf() + 4 * torch.isneginf(x) + torch.isfinite(x) + torch.where(m.each > 0, 1.0, x.sign())
+    ),
+    lambda x, m: torch.where(x.nan_to_num(0.0).amax((2, 3), True) > 2, 0.5, torch.isposinf(x)) + (x > 0) * (m.each > 0),
+]
+#: Choices that leave NaN what it is.
+KEPT: list[Callable[..., Any]] = [
+    lambda x, m: F.hardshrink(x, 0.5) + 3 * F.threshold(x, 0.5, 20.0),
+    lambda x, m: filled(x * 2, 1.0) + torch.where(x > 0, x, 1.5 * (torch.exp(x) - 1)) * (x > -1),
+    lambda x, m: torch.where(x > 0.5, torch.full_like(x, 0.5), torch.where(x < -0.5, -0.5 * torch.ones(5), x)),
+]
+
+
+@pytest.mark.parametrize("way", range(len(CHOICES) + len(KEPT)))
+def test_choices_and_masks(way: int, backend_device: Device) -> None:
+    x = random(2, 3, 4, 5)
+    x[0, :, 0] = torch.tensor([0.5, -0.5, math.nan, math.inf, 2.0])
+    x[1, :, 3, :2] = torch.tensor([0.0, -math.inf])
+    module = Does([*CHOICES, *KEPT][way], each=torch.tensor([0.5, -0.25, 0.0])[:, None, None])
+    found = import_module(module, (x,))
+    assert "where" in steps(found)
+    wanted = module(x).detach()
+    assert bool(wanted.isnan().any()) == (way >= len(CHOICES))
+    torch.testing.assert_close(found.run(x, device=backend_device.id), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_masks_that_are_weights(backend_device: Device) -> None:
+    """As of a causal softmax; what is masked is nothing, whatever it is."""
+    module = Does(lambda x, m: x.masked_fill(m.mask == 0, -math.inf).softmax(-1) * m.mask)
+    module.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril())
+    x = random(2, 3, 5, 5)
+    x[0, 0, 1, 3] = math.nan
+    close(import_module(module, (x,)).run(x, device=backend_device.id), module(x))
 
 
 def test_values_are_used_several_times_and_written_in_place() -> None:
@@ -401,6 +521,16 @@ def test_a_module_of_several_inputs(backend_device: Device) -> None:
     close(found.run(*inputs, device=backend_device.id), module(*inputs).detach())
     with pytest.raises(InputError, match="takes 4 inputs, got 1"):
         found.run(inputs[0])
+
+
+def test_an_input_without_dimensions_is_a_number(backend_device: Device) -> None:
+    class Tempered(nn.Module):
+        def forward(self, x: Any, temperature: Any) -> Any:
+            return (x.relu() / temperature).softmax(1)
+
+    found = import_module(Tempered(), (random(2, 3, 4, 5), torch.tensor(1.0)))
+    inputs = random(2, 3, 4, 5), torch.tensor(0.25, dtype=torch.float64)
+    close(found.run(*inputs, device=backend_device.id), Tempered()(*inputs))
 
 
 def test_sizes_follow_from_one_another_where_inputs_must_fit() -> None:
@@ -487,26 +617,39 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: (x.relu(), x), "returns 2 tensors"),
         (lambda x: x.relu().permute(0, 2, 3, 1), "dimensions are"),
         (lambda x: x.relu().reshape(x.shape[0], 2, 2, 4, 5), "splits an axis"),
+        (lambda x: x.view(2, 2, -1).softmax(-1).view_as(x), "splits an axis"),
+        (lambda x: x.view(2, 2, -1).mul_(2).sum() + x, "splits an axis|writes into a part"),
+        (lambda x: x.view(2, 2, -1) * torch.ones(2, 1), "each group of channels"),
         (lambda x: x, "nothing is computed"),
         (lambda x: torch.relu(x).double(), "one dtype"),
         (lambda x: x.mean(1, keepdim=True) + x.mean(2, keepdim=True), "lacks axes"),
         (lambda x: torch.erf(x + 1), "no step for it"),
-        (lambda x: x**2.5, "exponent is 2.5"),
+        (lambda x: x**9 + x**0, "exponent is 9;.* exponent is 0;"),
+        (lambda x: (-2.0) ** x, "raises -2 to computed powers"),
+        (lambda x: x.norm(p=0, dim=1), "order of the norm is 0"),
+        (lambda x: x.repeat(1, 1, 2, 1).relu(), "repeats values"),
+        (lambda x: torch.autocast("cpu", enabled=False)(torch.relu)(x) * 2, "wrap_with_autocast"),
         (lambda x: x.max(1)[1] * 1.0, "this part of the result"),
         (lambda x: F.linear(x, torch.ones(2, 5)), "not the channels'"),
         (lambda x: torch.ones(3), "does not depend"),
         (lambda x: x + torch.randn(5), "at random"),
         (lambda x: F.pad(x, (1, 1)), "no step for it"),
-        (lambda x: torch.where(x > 1, x, 0.2 * x), "only x where x > 0"),
         (lambda x: F.interpolate(x, size=(6, 5)), "equally often"),
         (lambda x: x[:, 1:].relu(), "part of a tensor"),
         (lambda x: x[:, ::2].relu(), "every other place"),
         (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), "aligns corners"),
         (lambda x: F.pad(x.mean(3, keepdim=True).expand(-1, -1, -1, 5), (1, 1, 1, 1)).relu(), "expanded tensor"),
         (lambda x: x.mean(3, keepdim=True).expand(-1, -1, -1, 5).softmax(3).mean(3), "expanded tensor"),
-        (lambda x: F.softplus(x, 1, 2), "threshold is not 20"),
-        (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "only x where x > 0"),
+        (lambda x: torch.where(x.transpose(1, 2) > 0, x, 0.1 * x), "different axes along one dimension"),
+        (lambda x: torch.where(x.amax(1, True) > 0, x.mean(2, True), 0.0), "condition lacks axes"),
+        (lambda x: x.relu() > 1, "the result is of torch.bool"),
+        (lambda x: x * ((x > 0) + (x < 1)), "adds truth values"),
+        (lambda x: (x > 0).sum(1), "the result is of torch.int64"),
+        (lambda x: torch.ones_like(x).sum() * x, "as large as a computed tensor"),
+        (lambda x: x.mean(1, True) * torch.ones_like(x), "larger than what it is combined with"),
         (lambda x: F.conv2d(x, x.mean(0, keepdim=True)), "weight is computed"),
+        (lambda x: x @ x.mT, "no product with a matrix of weights"),
+        (lambda x: x.permute(0, 2, 3, 1) @ torch.ones(4, 4, 3), "with several matrices"),
         (lambda x: F.dropout(torch.clamp(x, -1.0, 1.0)), "draws at random"),
         (lambda x: torch.cat([x, x.relu()], 1).tanh(), "aten.cat .*no step for it"),
         (lambda x: torch.cat([x, x.relu()], 2).tanh(), "only channels"),
@@ -555,6 +698,7 @@ def test_dropout_of_what_is_always_zero_is_zero() -> None:
         (operator.add, (), "expected a torch.nn.Module"),
         (nn.ReLU(), (), "not tensors"),
         (nn.ReLU(), (1.0,), "not tensors"),
+        (nn.ReLU(), (torch.ones(0, 3),), "no elements"),
         (nn.Conv2d(3, 4, 3), (torch.ones(1, 2, 8, 8),), "cannot capture"),
     ],
 )
@@ -648,6 +792,16 @@ def test_the_child_process_reports_what_is_wrong(
     import_here(reports.append, str(file), "", "found", "")
     (report,) = reports
     assert message in report["error"] and "\n" not in report["error"]
+
+
+def test_init_inputs_may_be_positional_ones_and_named_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FILE.replace("return [3, 1.5]", "return [[3], {'factor': 1.5}]"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "model_file", raising=False)
+    reports: list[dict[str, Any]] = []
+    import_here(reports.append, str(file), "", "found", "")
+    assert "by: 1.5" in reports[0]["yaml"]
 
 
 def test_the_guide_s_module_becomes_the_guide_s_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,9 @@ def test_quantised_tensors_and_transforms_are_refused() -> None:
         quantised = torch.quantize_per_tensor(tensors["input"], 0.1, 0, torch.qint8)
     with pytest.raises(DtypeError, match=r"dequantize\(\)"):
         dispatcher.run(CONV, device="numpy", **{**tensors, "input": quantised})
-    with pytest.raises(InputError, match=r"transform of torch\.func"):
-        torch.vmap(lambda x: dispatcher.run(CONV, device="numpy", **{**tensors, "input": x}))(tensors["input"][None])
+    for transform, given_x in ((torch.vmap, tensors["input"][None]), (torch.func.functionalize, tensors["input"])):
+        with pytest.raises(InputError, match=r"transform of torch\.func"):
+            transform(lambda x: dispatcher.run(CONV, device="numpy", **{**tensors, "input": x}))(given_x)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dispatcher.backends.opencl.caches import VARIABLE, cache_folder, import_pyopencl, unusable
+from dispatcher.backends.opencl.classes import RATES
 from dispatcher.backends.opencl.icd import USER_VARIABLES, remedy, unsafe_setting
 from dispatcher.backends.opencl.options import ALGORITHMS, Options
 from dispatcher.errors import DeviceError, InputError, first_line
@@ -126,6 +127,15 @@ class OpenClBackend:
         found = Microbenchmarks(self._runtime(device), "float64" if dtype == "float64" else "float32")
         return Roofline(found.peak_gflops(), found.copy_gbytes_per_s(), found.dtype, found.method)
 
+    def calibrate(self, device: Device) -> Mapping[str, str | int | float]:
+        """The rates of a CPU device's register tiles."""
+        runtime = self._runtime(device)
+        if not runtime.facts.cpu:
+            return {}
+        from dispatcher.backends.opencl.probe import tile_facts
+
+        return tile_facts(runtime)
+
     def flush_caches(self, device: Device) -> None:
         """Write more device memory than its cache holds, unless the device works in the host's."""
         from dispatcher.backends.opencl.roofline import flush
@@ -146,7 +156,8 @@ class OpenClBackend:
                     raise DeviceError(f"{device.id} is not available; `dispatcher devices` lists what is")
                 found = self._found[device.index]
                 try:
-                    self._runtimes[device.index] = OpenClRuntime(found.platform, found.device)
+                    rates = str(device.facts.get(RATES, ""))
+                    self._runtimes[device.index] = OpenClRuntime(found.platform, found.device, rates)
                 except Exception as error:
                     raise DeviceError(f"{device.id} ({device.name}) cannot be opened: {first_line(error)}") from error
             return self._runtimes[device.index]

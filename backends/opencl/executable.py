@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,7 @@ class Plan:
     Attributes:
         launches: in order.
         tensors: names of the tensors that launches read besides the pipeline's input and what is packed.
+        packed: names of those that are packed.
         storage: see :func:`shared_storage`.
         rows_bytes: bytes of the statistics of each value.
     """
@@ -83,12 +85,26 @@ class Plan:
         arguments = [each for launch in launches for each in launch.lowered.arguments]
         self.launches = tuple(launches)
         self.tensors = tuple({each.name: None for each in arguments if isinstance(each, Tensor)})
+        self.packed = tuple({name: None for launch in launches for name in launch.packed})
         self.storage = shared_storage(launches)
         self.rows_bytes = {each.value: each.elements * itemsize for each in arguments if isinstance(each, Rows)}
 
     def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
-        """:meth:`Launch.prepare` of every launch; the algorithm to use instead of this one."""
-        return max((name for launch in self.launches if (name := launch.prepare(kept, tensors))), default=None)
+        """:meth:`Launch.prepare` of every launch; the algorithm to use instead of this one.
+
+        A read-only array that was seen before holds a bound tensor, which nobody else has: of a caller's array each
+        call gets a view of its own.
+        """
+        seen: dict[str, weakref.ref[np.ndarray]]
+        instead: str | None
+        seen, instead = kept.get((self, 0), ({}, None))
+        changed = [name for name in self.packed if name not in seen or seen[name]() is not tensors[name]]
+        if changed or (self, 0) not in kept:
+            found = (name for launch in self.launches if (name := launch.prepare(kept, tensors, changed)))
+            instead = max(found, default=None)
+            seen |= {name: weakref.ref(tensors[name]) for name in changed if not tensors[name].flags.writeable}
+            kept[self, 0] = seen, instead
+        return instead
 
 
 class OpenClExecutable:

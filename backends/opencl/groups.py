@@ -332,22 +332,27 @@ def channel_reason(step: Step) -> str | None:
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
+def whole_planes(step: Normalize | Softmax | Reduce) -> bool:
+    """Whether ``step`` is over all of space; with fewer than three axes, those that stand in have one place."""
+    return all(axis in step.axes or step.input_shape[axis] == 1 for axis in SPATIAL)
+
+
 def wanted_statistics(step: Step) -> Statistics | str:
     """What of its source's rows would spare ``step`` a pass over them, or why nothing would."""
     match step:
-        case Normalize(axes=axes):
+        case Normalize():
             wanted = Statistics("moments")
-        case Softmax(axes=axes):
+        case Softmax():
             wanted = Statistics("exponentials")
-        case Reduce(axes=axes, form=form) if form.shifted:
+        case Reduce(form=form) if form.shifted:
             if form.lift != "exp_v(x)" or form.monoid is not SUM:
                 return f"{step.op} needs two passes"
             wanted = Statistics("exponentials")
-        case Reduce(axes=axes, form=form):
+        case Reduce(form=form):
             wanted = Statistics("total", form)
         case _:
             return f"{step.op} needs no statistics"
-    if not set(SPATIAL) <= set(axes):
+    if not whole_planes(step):
         return f"{step.op} is not over whole planes"
     return wanted
 
@@ -421,7 +426,9 @@ def _from_moments(producer: Group, step: Step) -> bool:
 
 def _over_space(step: Step | None) -> bool:
     """Whether ``step`` is a mean or sum over space."""
-    return isinstance(step, Reduce) and step.axes == SPATIAL and step.form.monoid is SUM and step.form.plain
+    if not isinstance(step, Reduce) or step.form.monoid is not SUM or not step.form.plain:
+        return False
+    return whole_planes(step) and set(step.axes) <= set(SPATIAL)
 
 
 def _place_bytes(step: Step) -> int:

@@ -20,8 +20,8 @@ from dispatcher.backends.opencl.tiles import Tile
 from dispatcher.ops.steps import Convolution, Pool
 from dispatcher.problem.operator import Operator
 
-#: What a vector of results costs besides its sums where they go through a line, in vector multiply-adds: it is stored,
-#: read again when the others of the box are there, and stored where it belongs.
+#: What a vector of results of the direct core costs besides its sums, in vector multiply-adds: it is stored in a line,
+#: read again when the others of the box are there, and stored where it belongs. Winograd's work counts its lines.
 LINE_COST = 30.0
 #: A product of the kernel that computes one result after another.
 GATHER_COST = 4.0
@@ -101,9 +101,9 @@ class Lines:
         assert group.convolution is not None
         geometry, window = group.convolution.geometry, None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
-        vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
         work, _ = lines.best(geometry, window, facts, real, Options(), transformed=self.winograd)
-        return work + LINE_COST * vectors
+        vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
+        return work if self.winograd else work + LINE_COST * vectors
 
     def lower(self, task: Task) -> Lowered:
         return lines.lower_lines(task.group, task.target, task.real, *task.lines)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dispatcher.backends.opencl.classes import DeviceClass, device_class
+from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.groups import Group
 from dispatcher.backends.opencl.lines import WORKERS_PER_UNIT, pack_direct_weights
 from dispatcher.backends.opencl.lowered import Counter, Lowered, Value, Weights, extra_arguments, planned
@@ -172,7 +172,7 @@ def layout_of(group: Group, target: Target, real: np.dtype[Any]) -> InPlaceLayou
     geometry, facts = group.convolution.geometry, target.facts
     if not group.at_store and all(axis.stride == 1 for axis in geometry.axes):
         geometry = merged(geometry)
-    return InPlaceLayout(geometry, facts.lanes(real), device_class(facts.vec), facts.compute_units)
+    return InPlaceLayout(geometry, facts.lanes(real), facts.device_class, facts.compute_units)
 
 
 def _shifts(layout: InPlaceLayout) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -23,6 +23,13 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and bool((a.view(bits) == b.view(bits)).all())
 
 
+def packed_names(argument: Weights | KernelOperands) -> list[str]:
+    """The tensors that a packed argument is made from."""
+    if isinstance(argument, Weights):
+        return [argument.name]
+    return [operand.name for _, operand in argument.entries if isinstance(operand, TensorOperand)]
+
+
 @dataclass(frozen=True)
 class Made:
     """A device buffer made from some tensors, and what they were then.
@@ -36,22 +43,6 @@ class Made:
     sources: Tensors
     buffer: Any
     instead: str | None = None
-    _seen: dict[str, Any] = field(default_factory=dict)
-
-    def of(self, tensors: Tensors) -> bool:
-        """Whether the tensors still have the bytes that it was made from.
-
-        A read-only array that was compared before holds a bound tensor, which nobody else has: of a caller's array each
-        call gets a view of its own.
-        """
-        for name, source in self.sources.items():
-            array, seen = tensors[name], self._seen.get(name)
-            if seen is not None and seen() is array and not array.flags.writeable:
-                continue
-            if not same_bytes(source, array):
-                return False
-            self._seen[name] = weakref.ref(array)
-        return True
 
 
 #: What a call leaves for the next one: by value, and by launch and number of an argument.
@@ -93,6 +84,7 @@ class Launch:
         self.planned = planned
         arguments = list(enumerate(lowered.arguments))
         self._packed = [(position, each) for position, each in arguments if isinstance(each, Weights | KernelOperands)]
+        self.packed = [name for _, each in self._packed for name in packed_names(each)]
         self._memory = [(position, each) for position, each in arguments if isinstance(each, Table | Scratch | Counter)]
         self._changing = [(position, each) for position, each in arguments if isinstance(each, Value | Rows | Tensor)]
         self._set: dict[int, Any] = {}  # which of these are set to a buffer that stays
@@ -107,23 +99,24 @@ class Launch:
         elements = sum(each.elements for each in self.lowered.arguments if isinstance(each, Scratch))
         return elements * self._real.itemsize
 
-    def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
-        """Bring packed weights and operands up to date; the algorithm to use instead when the weights ask for one."""
+    def prepare(self, kept: Kept, tensors: Tensors, changed: Collection[str]) -> str | None:
+        """Bring packed weights and operands up to date with those tensors that may have ``changed``; the algorithm to
+        use instead when the weights ask for one."""
         instead = None
         for position, each in self._packed:
             made: Made | None = kept.get((self, position))
-            if made is None or not made.of(tensors):
+            if made is None or not all(
+                same_bytes(made.sources[name], tensors[name]) for name in made.sources if name in changed
+            ):
                 made = kept[self, position] = self._make(each, tensors)
                 self._kernel.raw.set_arg(position, made.buffer)
             instead = instead or made.instead
         return instead
 
     def _make(self, argument: Weights | KernelOperands, tensors: Tensors) -> Made:
+        sources = {name: np.array(tensors[name]) for name in packed_names(argument)}
         if isinstance(argument, KernelOperands):
-            names = [operand.name for _, operand in argument.entries if isinstance(operand, TensorOperand)]
-            sources = {name: np.array(tensors[name]) for name in names}
             return Made(sources, self._runtime.constant(self._values(argument, sources)))
-        sources = {argument.name: np.array(tensors[argument.name])}
         weight = np.asarray(sources[argument.name], self._real)
         # Zeros stand for what lies outside the tensor, and zero times infinity is not zero.
         instead = "gather" if not np.isfinite(weight).all() else None if argument.suited(weight) else "direct"

@@ -15,7 +15,6 @@ import numpy as np
 
 from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
 from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
-from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
@@ -79,7 +78,7 @@ def ranked(
     flat = None if options.line is None else options.line == "flat"
     channels = options.line == "channels"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
-    resources = Resources(device_class(facts.vec), facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+    resources = Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:
@@ -142,8 +141,9 @@ def choose(
         return direct, f"no Winograd transform: {reason}"
     if options.algorithm == "winograd":
         return best(geometry, fold, facts, real, options, transformed=True)[1], "asked for"
-    if geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS:
-        return direct, f"fewer than {WINOGRAD_CHANNELS} input channels a group: too few for Winograd"
+    least = winograd.least_channels(geometry)
+    if geometry.in_channels // geometry.groups < least:
+        return direct, f"fewer than {least} input channels a group: too few for Winograd's accuracy"
     if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"
     if geometry.flops < WINOGRAD_FLOPS * max(1, geometry.batch):

@@ -38,6 +38,9 @@ BINARIES = FileCache("opencl")
 #: A core's second-level cache where nobody tells, and the share of it that scratch may take.
 COMMON_CORE_CACHE = 512 * 1024
 CACHE_SHARE = 0.88
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+#: What a processor may have of such a cache.
+LEAST_CORE_CACHE, MOST_CORE_CACHE = 64 * 1024, 8 << 20
 #: Idle host memory that results may reuse.
 KEEP_BYTES = 1 << 30
 #: Nothing here may let the compiler reorder sums, drop NaN, or flush denormals.
@@ -57,11 +60,17 @@ def first_error(log: str) -> str:
 
 
 def core_cache() -> int:
-    """Bytes of a core's own second-level cache, as the system tells; a common size where it does not."""
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+    """Bytes of second-level cache for each logical processor that shares one, as runtimes run a worker on each.
+
+    A common size where the system does not tell, or, as in some virtual machines, tells what no processor has.
+    """
+    for index in CACHES.glob("index*"):
         try:
             if (index / "level").read_text().strip() == "2":
-                return int((index / "size").read_text().strip().removesuffix("K")) * 1024
+                size = int((index / "size").read_text().strip().removesuffix("K")) * 1024
+                sharers = int((index / "shared_cpu_map").read_text().strip().replace(",", ""), 16).bit_count()
+                share = size // max(1, sharers)
+                return share if LEAST_CORE_CACHE <= share <= MOST_CORE_CACHE else COMMON_CORE_CACHE
         except (OSError, ValueError):
             continue
     return COMMON_CORE_CACHE
@@ -129,10 +138,14 @@ class Kernel:
 
 
 class OpenClRuntime:
-    """One device with its context. Programs are built once for each source text."""
+    """One device with its context. Programs are built once for each source text.
 
-    def __init__(self, platform: Any, device: Any) -> None:
-        self.platform, self.device = platform, device
+    Args:
+        rates: of its register tiles; see :attr:`dispatcher.backends.opencl.target.Facts.rates`.
+    """
+
+    def __init__(self, platform: Any, device: Any, rates: str = "") -> None:
+        self.platform, self.device, self._rates = platform, device, rates
         if "portable computing" in platform.name.lower():
             discard_damaged(cache_folder())
         self.context = cl.Context([device])
@@ -157,6 +170,7 @@ class OpenClRuntime:
             largest_buffer=device.max_mem_alloc_size,
             unified=bool(device.host_unified_memory),
             any_pointer=_any_pointer(device),
+            rates=self._rates,
         )
 
     def queue(self) -> Any:

@@ -21,13 +21,14 @@ from dispatcher.backends.opencl.render import (
     section,
     tail_macro,
 )
-from dispatcher.backends.opencl.target import Target, round_up
+from dispatcher.backends.opencl.target import Target, power_below, round_up
 from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce, ScalarOperand, Softmax
 
-#: Widest pooling window that is folded in vectors; a wider one is folded one element at a time.
-VECTOR_WINDOW = 64
-#: Work-items of a work-group of a kernel whose work-items have nothing to do with each other.
-INDEPENDENT_ITEMS = 64
+#: Most columns of a pool's input that a work-item keeps combined; windows that reach further are combined one by one.
+MOST_COLUMNS = 4096
+#: Work-items of a work-group of a kernel whose work-items have nothing to do with each other, and the groups that each
+#: core of a CPU gets at least. To start a group takes more time than a short row does.
+INDEPENDENT_ITEMS, SHARES = 64, 32
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def step_launch(
     group: Group, target: Target, made: StepSource, sources: tuple[Argument, ...], algorithm: str = "step"
 ) -> Lowered:
     """The launch of a kernel with a work-item for each of ``count``."""
-    local = 1 if target.facts.cpu else min(INDEPENDENT_ITEMS, target.limits.work_items)
+    fair = made.count // (target.facts.compute_units * SHARES) if target.facts.cpu else INDEPENDENT_ITEMS
+    local = max(1, min(INDEPENDENT_ITEMS, target.limits.work_items, fair))
     arguments = (*sources, made.operands, Value(group.output), np.uint64(made.count))
     return Lowered(
         made.kernel,
@@ -150,9 +152,18 @@ def _pointwise(group: Group, real: str, vec: int, *, whole_rows: bool) -> StepSo
 def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     operands.gathers = group.gathers is not None
-    window, plain = step.window, step.plain
     tail = operands.tail(group.tail, Site("c", ROW, "OUT_W - w"))
-    padding = {
+    out_w, in_w, window, stride = (each[-1] for each in (step.shape, step.input_shape, step.window, step.stride))
+    if vec > 1:
+        vec = power_below(min(vec, in_w))
+    span = round_up(out_w if step.adaptive else min(out_w, max(1, MOST_COLUMNS // 4 // stride)), vec)
+    columns = in_w if step.adaptive else span * stride + (window - 1) * step.dilation[2]
+    if columns > MOST_COLUMNS:
+        vec = span = 1
+    axes = {
+        "IN": step.input_shape[2:],
+        "OUT": step.shape[2:],
+        "WINDOW": step.window,
         "STRIDE": step.stride,
         "DILATION": step.dilation,
         "BEFORE": [before for before, _ in step.padding],
@@ -160,23 +171,23 @@ def _pool(group: Group, step: Pool, real: str, vec: int) -> StepSource:
     }
     values = {
         "CHANNELS": step.shape[1],
-        **{f"{name}_{axis}": each[i] for name, each in padding.items() for i, axis in enumerate("DHW") if not plain},
-        **({} if plain else {"COUNT_PADDING": int(step.count_padding), "DIVISOR": step.divisor or 0}),
-        **({} if plain else {"ADAPTIVE": int(step.adaptive)}),
-        **dict(zip(("IN_D", "IN_H", "IN_W"), step.input_shape[2:], strict=True)),
-        **dict(zip(("OUT_D", "OUT_H", "OUT_W"), step.shape[2:], strict=True)),
-        **dict(zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), window, strict=True)),
-        **reduction_defines(step.form, f"{math.prod(window)}" if plain else "places", "POOL"),
+        **{f"{name}_{axis}": each[i] for name, each in axes.items() for i, axis in enumerate("DHW")},
+        "SPAN": span,
+        "COLUMNS": columns,
+        "REPEAT": int(group.gathers is None and vec <= out_w <= span),
+        "COUNT_PADDING": int(step.count_padding),
+        "DIVISOR": step.divisor or (math.prod(step.window) if step.plain else 0),
+        "ADAPTIVE": int(step.adaptive),
+        **reduction_defines(step.form, "places", "POOL"),
         "PARAMETERS": operands.parameters,
     }
     parts = (
         defines(values | statistics_defines(group)),
         section("row_statistics.cl"),
         tail_macro("TAIL", tail, "x"),
-        section("step_pool.cl" if plain else "step_windows.cl"),
+        section("step_pool.cl"),
     )
-    text = kernel_text(real, vec if plain and window[2] <= VECTOR_WINDOW else 1, operands, *parts)
-    return StepSource("pool_step" if plain else "windows_step", text, operands, math.prod(step.shape[:4]))
+    return StepSource("pool_step", kernel_text(real, vec, operands, *parts), operands, math.prod(step.shape[:4]))
 
 
 def _given(group: Group, real: str, vec: int) -> tuple[StepSource, tuple[Argument, ...]]:

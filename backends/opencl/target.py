@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from dispatcher.backends.opencl.classes import DeviceClass, device_class
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -19,6 +21,7 @@ class Facts:
         global_memory: bytes of memory; ``largest_buffer`` the most that one buffer may take.
         unified: the device works on the host's memory, so that buffers over it need no copies.
         any_pointer: kernels may be given host pointers as they are (fine-grained system SVM).
+        rates: measured rates of register tiles, as :func:`~dispatcher.backends.opencl.classes.rates_text` has them.
     """
 
     cpu: bool
@@ -30,6 +33,12 @@ class Facts:
     largest_buffer: int
     unified: bool
     any_pointer: bool
+    rates: str = ""
+
+    @property
+    def device_class(self) -> DeviceClass:
+        """The class of a CPU device, with what was measured."""
+        return device_class(self.vec, self.rates)
 
     def lanes(self, real: np.dtype[Any]) -> int:
         """Lanes of a vector of ``real``."""

@@ -16,10 +16,11 @@ computations", 1980; Lavin and Gray, "Fast algorithms for convolutional neural n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 
 from dispatcher.ops.geometry import AxisGeometry
 
@@ -123,11 +124,67 @@ def growth(outputs: int, taps: int) -> float:
     )
 
 
+@dataclass(frozen=True)
+class Sum:
+    """One step of a product of a matrix and a vector.
+
+    Attributes:
+        name: of the result: ``y0``, ``y1``, ... for the product's rows, ``s0``, ... for what several of them share.
+        terms: names of what is added up, ``x0``, ... for the vector's elements, each with its factor.
+    """
+
+    name: str
+    terms: tuple[tuple[str, Fraction], ...]
+
+
+def sums_of(rows: Sequence[Row]) -> list[Sum]:
+    """The product of a matrix and a vector, in steps that share what they can.
+
+    Points of either sign give columns, and rows, that are equal up to signs: what has the same sign and what has the
+    other one are added up once for both.
+    """
+    steps: list[Sum] = []
+
+    def shared(*terms: tuple[str, Fraction]) -> str:
+        if len(terms) == 1 and terms[0][1] == 1:
+            return terms[0][0]
+        steps.append(Sum(f"s{len(steps)}", terms))
+        return steps[-1].name
+
+    one = Fraction(1)
+    left = [{f"x{k}": factor for k, factor in enumerate(row) if factor} for row in rows]
+    for a, b in combinations([f"x{k}" for k in range(len(rows[0]))], 2):
+        users = [row for row in left if a in row or b in row]
+        signs = {row[a] == row[b] for row in users if a in row and b in row and abs(row[a]) == abs(row[b])}
+        if len(users) <= len(signs) or any(abs(row.get(a, 0)) != abs(row.get(b, 0)) for row in users):
+            continue
+        names = {same: shared((a, one), (b, one if same else -one)) for same in sorted(signs, reverse=True)}
+        for row in users:
+            factor, other = row.pop(a), row.pop(b)
+            row[names[factor == other]] = factor
+    done: dict[int, Sum] = {}
+    for i, j in combinations(range(len(left)), 2):
+        first, second = left[i], left[j]
+        if (
+            {i, j} & set(done)
+            or len(first) < 3
+            or {k: abs(f) for k, f in first.items()} != {k: abs(f) for k, f in second.items()}
+        ):
+            continue
+        parts = [[(k, f) for k, f in first.items() if (f == second[k]) is same] for same in (True, False)]
+        if all(parts):
+            even, odd = (shared(*part) for part in parts)
+            done[i] = Sum(f"y{i}", ((even, one), (odd, one)))
+            done[j] = Sum(f"y{j}", ((even, one), (odd, -one)))
+    return steps + [done.get(i, Sum(f"y{i}", tuple(row.items()))) for i, row in enumerate(left)]
+
+
 @cache
 def terms(outputs: int, taps: int) -> tuple[int, int]:
     """How many terms the sums of F(``outputs``, ``taps``) have: those of inputs, and those of products."""
     matrices = transform(outputs, taps)
-    return sum(map(bool, sum(matrices.inputs, ()))), sum(map(bool, sum(matrices.outputs, ())))
+    inputs, products = (sum(len(each.terms) for each in sums_of(m)) for m in (matrices.inputs, matrices.outputs))
+    return inputs, products
 
 
 def axis_growth(axis: AxisGeometry, outputs: int) -> float:

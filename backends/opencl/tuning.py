@@ -9,7 +9,6 @@ import numpy as np
 
 from dispatcher.backends.opencl import lines, tuned
 from dispatcher.backends.opencl.channels import suits
-from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.groups import Group, LineRules
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.runtime import OpenClRuntime
@@ -57,7 +56,7 @@ def candidates(runtime: OpenClRuntime, operator: Operator) -> list[dict[str, str
                 box, line = f"{tile.box_d}x{tile.box_h}", "flat" if tile.flat else "rows"
                 found.append(replace(options, box=box, line=line).given())
 
-    device = device_class(facts.vec)
+    device = facts.device_class
     measure(Options("direct"), device.register_tiles)
     if suits(geometry, facts.lanes(real)):
         options = Options("direct", line="channels")

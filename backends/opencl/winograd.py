@@ -31,8 +31,11 @@ from dispatcher.backends.opencl.transforms import MOST_OUTPUTS, axis_growth, axi
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase, ConvGeometry
 
-#: With fewer input channels a group Winograd is not chosen, nor F(3, n) where it is asked for: the transforms cost what
-#: the products save, and an output with few products shows its neighbours' rounding.
+#: With fewer input channels a group, by the most taps of a phase along an axis, Winograd is not chosen: an output with
+#: few products shows its neighbours' rounding. F(2, 3) rounds least.
+LEAST_CHANNELS = {2: 32, 3: 8, 4: 16, 5: 16}
+#: With fewer of them there is no F(3, n), also where it is asked for, and with fewer output channels Winograd is not
+#: chosen: they are too few to tell its tiles apart.
 WINOGRAD_CHANNELS = 16
 #: :func:`~dispatcher.backends.opencl.transforms.growth` along all axes, beside the root of the number of taps: more
 #: exceeds what ``dispatcher verify`` allows where most inputs are small beside few that are large.
@@ -76,6 +79,11 @@ def no_transform(geometry: ConvGeometry) -> str | None:
         if axis.most_taps > most or high - low >= MOST_REACH:
             return f"{axis.name}: the taps of a phase are too many or too far apart"
     return None
+
+
+def least_channels(geometry: ConvGeometry) -> int:
+    """The fewest input channels a group with which Winograd may be chosen for a geometry that it can run."""
+    return max(LEAST_CHANNELS[axis.most_taps] for axis in geometry.axes if axis.most_taps in LEAST_CHANNELS)
 
 
 def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, int]]:
@@ -280,7 +288,7 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     boxes_h = layout.boxes[1]
     vectors = sum(count * number for count, number in layout.box_vectors) / boxes_h
     steps = sum(
-        count * (device.tile_cost(tile.thread_c, width) - LOOP_SAVED)
+        count * (device.tile_cost(tile.thread_c, width, "winograd") - LOOP_SAVED)
         for count, number in layout.box_vectors
         for width in layout.chunk_widths(number)
     )
@@ -316,8 +324,13 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
         store *= 1 if layout.fold is None else 1 / math.prod(layout.fold.window)
     edge_taps = _edge_taps(g, layout.positions, tile.outputs)
     tiles = tile_rows * layout.line_positions * math.prod(tile.outputs)
-    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / tile.thread_c
+    edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / edge_lanes(tile.thread_c)
     return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store + edges)
+
+
+def edge_lanes(channels: int) -> int:
+    """Lanes of the vectors that so many output channels of such a tile are cut into: the widest that they fill."""
+    return min(16, channels & -channels)
 
 
 @cache

@@ -11,8 +11,8 @@ import numpy as np
 
 from dispatcher.backends.opencl.render import section, table
 from dispatcher.backends.opencl.tiles import LineLayout
-from dispatcher.backends.opencl.transforms import Row, transform
-from dispatcher.backends.opencl.winograd import WinogradLayout, reads
+from dispatcher.backends.opencl.transforms import Row, sums_of, transform
+from dispatcher.backends.opencl.winograd import WinogradLayout, edge_lanes, reads
 from dispatcher.ops.geometry import AxisGeometry, AxisPhase
 
 #: Input channels that are added up in one sum.
@@ -40,7 +40,7 @@ def even_weights(weight: np.ndarray, layout: LineLayout) -> bool:
     channels = geometry.in_channels // geometry.groups
     sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
     largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
-    even = (sizes.sum(axis=1) >= math.sqrt(channels) / 4.0 * largest).all()
+    even = (sizes.sum(axis=1) >= min(math.sqrt(channels) / 4.0, channels / 16.0) * largest).all()
     vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
     return not mixed or bool(even and vanishing.max() <= channels // 8)
 
@@ -125,15 +125,13 @@ def width_outputs(layout: WinogradLayout) -> list[Row]:
 
 
 def _sums(name: str, rows: Sequence[Row]) -> str:
-    """A macro ``name(source, target)``: vectors ``target`` are the matrix ``rows`` times the vectors ``source``."""
+    """A macro ``name(x, y)``: vectors ``y`` are the matrix ``rows`` times the vectors ``x``."""
     statements = []
-    for i, row in enumerate(rows):
-        terms = [(k, factor) for k, factor in enumerate(row) if factor != 0]
+    for step in sums_of(rows):
         # Begin with a term that needs no multiplication, if there is one.
-        terms.sort(key=lambda term: (abs(term[1]) != 1, term[1] < 0))
-        value = "" if terms else "SPLAT(R(0.0))"
-        for k, factor in terms:
-            operand = f"(x)[{k}]"
+        value = "" if step.terms else "SPLAT(R(0.0))"
+        for source, factor in sorted(step.terms, key=lambda term: (abs(term[1]) != 1, term[1] < 0)):
+            operand = f"(x)[{source[1:]}]" if source.startswith("x") else source
             if abs(factor) == 1:
                 sign = "-" if factor < 0 else "+" if value else ""
                 value = f"{value} {sign} {operand}".strip()
@@ -141,7 +139,8 @@ def _sums(name: str, rows: Sequence[Row]) -> str:
                 value = f"fma({operand}, SPLAT(R({float(factor)!r})), {value})"
             else:
                 value = f"{operand} * SPLAT(R({float(factor)!r}))"
-        statements.append(f"(y)[{i}] = {value};")
+        target = f"(y)[{step.name[1:]}]" if step.name.startswith("y") else f"const real_v {step.name}"
+        statements.append(f"{target} = {value};")
     return f"#define {name}(x, y) do {{ {' '.join(statements)} }} while (0)\n"
 
 
@@ -167,6 +166,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     taps_d, taps_h = (sorted({len(phase.taps) for phase in phases}) for phases in (depth, height))
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
+        "EDGE_LANES": edge_lanes(tile.thread_c),
         "LOW_W": g.width.offset_range[0],
         "MOST_TAPS": max(axis.most_taps for axis, m in zip(g.axes, tile.outputs, strict=True) if m > 1),
         "M_D": tile.planes, "M_H": tile.rows, "M_W": tile.columns,

@@ -200,13 +200,13 @@ class _Program:
         self.dtype = storage_dtype(operator.dtype)
         self.failed: dict[str, DispatcherError] = {}
         self.used = 0  # when it was last asked for, by the owner's clock
-        self.constants: Mapping[str, np.ndarray] = {}
+        self.constants: Mapping[str, np.ndarray | None] = {}
         self.bind(bound)
 
     def bind(self, bound: Mapping[str, TensorArgument]) -> None:
         """Use these bound tensors in the calls that begin from now on."""
-        on_host = {name: tensor.array for name, tensor in bound.items() if not tensor.on_device}
-        self.constants = {name: host_tensor(array, self.dtype) for name, array in on_host.items()}
+        on_host = {name: host_tensor(each.array, self.dtype) for name, each in bound.items() if not each.on_device}
+        self.constants = {each.name: on_host.get(each.name) for each in self.operator.problem.tensors}
 
 
 @dataclass(frozen=True)
@@ -528,9 +528,7 @@ class CompiledOperator(Shown):
             check_place(self._output_name, output, choice)
             if choice.executable is None:
                 return np.empty(operator.output_shape, program.dtype) if output is None else output
-            inputs = backend_inputs(
-                self._tensor_names, program.constants, tensors, self._bound.tensors, choice, program.dtype
-            )
+            inputs = backend_inputs(program.constants, tensors, self._bound.tensors, choice, program.dtype)
             fresh = output is None and not getattr(choice.executable, "result_ready", False)
             fresh = fresh and all(isinstance(array, np.ndarray) for array in inputs.values())  # so will be the result
             check_host_memory(operator, choice.device, fresh)
@@ -543,7 +541,7 @@ class CompiledOperator(Shown):
                 if trace is not None and timings is not None:
                     trace.add_call(choice.device.id, start, timings)
                     trace.add("call", start, time.perf_counter() - start, detail={"device": choice.device.id})
-                return checked_result(operator, choice, inputs, output, result)
+                return checked_result(operator, choice, {name: inputs[name] for name in tensors}, output, result)
             except InputError:
                 raise
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,18 +119,17 @@ def check_place(name: str, output: Any, choice: Choice) -> None:
 
 
 def backend_inputs(
-    names: Iterable[str],
-    constants: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray | None],
     tensors: Mapping[str, Any],
     bound: Mapping[str, Any],
     choice: Choice,
     dtype: np.dtype[Any],
 ) -> dict[str, Any]:
-    """Every tensor as a device's backend takes it, in the order of ``names``.
+    """Every tensor as a device's backend takes it, in the order of the parameters.
 
     Args:
-        names: of all tensors.
-        constants: bound tensors, ready for backends that take arrays in host memory.
+        constants: for each parameter the bound tensor, ready for backends that take arrays in host memory; None for
+            the others.
         tensors: the caller's others, unconverted; they come before the bound ones.
         bound: the bound tensors, unconverted.
         choice: the device.
@@ -139,11 +138,8 @@ def backend_inputs(
     Raises:
         InputError: a tensor lives where it cannot be read.
     """
-    inputs: dict[str, Any] = {}
-    for name in names:
-        if name not in tensors and name in constants:
-            inputs[name] = constants[name]
-            continue
+    inputs: dict[str, Any] = dict(constants)
+    for name in [*tensors, *(name for name, array in inputs.items() if array is None and name not in tensors)]:
         array = bare(tensors[name] if name in tensors else bound[name])
         if type(array) is np.ndarray:
             inputs[name] = host_tensor(array, dtype)
@@ -184,7 +180,8 @@ def dtype_name(dtype: Any) -> Any:
 
 
 def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any], output: Any, result: Any) -> Any:
-    """The backend's result, or a copy of it where it is not an array of its own in C order.
+    """The backend's result, or a copy of it where it is not an array of its own in C order. ``inputs`` are the call's
+    own: a view of any other one cannot be written to.
 
     Raises:
         KernelError: it is not what the operator makes.
@@ -202,5 +199,6 @@ def checked_result(operator: Operator, choice: Choice, inputs: Mapping[str, Any]
             f"{choice.device.id} returned a {result.dtype} array of shape {result.shape}; "
             f"expected {operator.dtype} of shape {operator.output_shape}"
         )
+    flags = result.flags
     shares = any(isinstance(array, np.ndarray) and np.may_share_memory(result, array) for array in inputs.values())
-    return result.copy(order="C") if shares or not result.flags.c_contiguous else result
+    return result if flags.c_contiguous and flags.writeable and not shares else result.copy(order="C")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -13,7 +16,7 @@ from dispatcher.check.inputs import random_tensors
 from dispatcher.device.childprocess import Report
 from dispatcher.device.selftest import SelfTest
 from dispatcher.errors import DeviceError, DeviceMemoryError, first_line
-from dispatcher.interface import Backend, Device
+from dispatcher.interface import CALIBRATION, Backend, Calibrated, Device
 from dispatcher.problem.arguments import bind_arguments, sort_arguments
 from dispatcher.problem.loader import load_problem
 
@@ -23,12 +26,15 @@ SIZES = {"batch_size": 2, "depth": 4, "height": 16, "width": 16, "scaling_factor
 #: The speed is the median of the calls that fit into spells of this time. Pauses in between let a short
 #: disturbance pass.
 SPELL_S, SPELLS, PAUSE_S = 0.07, 3, 0.1
+#: Slower devices are simulators, on which the measurement takes minutes; and the seconds that it may take.
+CALIBRATED_GFLOPS, CALIBRATION_S = 2.0, 8
 
 
 def child(report: Report, module: str, *arguments: str) -> None:
     """What the child process does: list a backend's devices or test one.
 
-    It reports that it begins, and then a :class:`SelfTest`.
+    It reports that it begins, and then a :class:`SelfTest`; where the backend measures what it chooses by, that this
+    begins, and what it found.
     """
     report("begins")
     backend = registry.load(module)
@@ -38,6 +44,26 @@ def child(report: Report, module: str, *arguments: str) -> None:
     else:
         found = _test(backend, int(arguments[1]), arguments[2])
     report(asdict(found))
+    if found.gflops is not None and isinstance(backend, Calibrated):
+        report("measures")
+        if found.gflops < CALIBRATED_GFLOPS:
+            report({CALIBRATION: f"what kernels are chosen by is not measured below {CALIBRATED_GFLOPS:g} GFLOP/s"})
+            return
+        with _alarm(CALIBRATION_S):
+            report(dict(backend.calibrate(find_again(backend, int(arguments[1]), arguments[2]))))
+
+
+@contextlib.contextmanager
+def _alarm(seconds: int) -> Iterator[None]:
+    """End this process where the body takes longer; no driver can put that off."""
+    if not hasattr(signal, "alarm"):  # POSIX only
+        yield
+        return
+    before = signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(before)
 
 
 def find_again(backend: Backend, index: int, name: str) -> Device:

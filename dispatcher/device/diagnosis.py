@@ -20,7 +20,7 @@ from dispatcher.device.childprocess import no_python
 from dispatcher.device.filecache import REMEDY, cache_root, nothing_kept
 from dispatcher.device.machine import available_bytes
 from dispatcher.device.selection import ENVIRONMENT, describe, devices
-from dispatcher.interface import Device, Finding, device_dict
+from dispatcher.interface import CALIBRATION, Device, Finding, device_dict
 from dispatcher.problem.messages import counted
 from dispatcher.problem.shown import Shown
 
@@ -145,4 +145,5 @@ def _device(device: Device) -> Finding:
         return Finding("devices", subject, "problem" if tested else "note", device.reason or "not available")
     speed = selftest.speed(device)
     measured = f", {speed:.3g} GFLOP/s in its self-test" if speed else ""
+    measured += f"; {device.facts[CALIBRATION]}" if CALIBRATION in device.facts else ""
     return Finding("devices", subject, "ok", f"{device.name}{measured}")

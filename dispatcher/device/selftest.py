@@ -22,15 +22,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from dispatcher import registry
 from dispatcher.device.childprocess import OWN_SIGNALS, no_python, run_child, sigchld_ignored
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import InputError
-from dispatcher.interface import Device
+from dispatcher.interface import CALIBRATION, Device
 
 VARIABLE = "DISPATCHER_SELF_TEST"
 TIME_LIMIT_S = 60.0
@@ -48,7 +48,7 @@ STARVED_SHARE = 0.5
 #: Nor is a crash where less memory or disk space than this is left.
 ROOM_BYTES = 256 << 20
 
-_FORMAT = 2  # of a cache entry
+_FORMAT = 3  # of a cache entry
 #: Limits of this process that its children inherit.
 _LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_STACK")
 
@@ -68,12 +68,14 @@ class SelfTest:
         reason: one line; empty when ok.
         gflops: measured speed in GFLOP/s, the median of several readings, or None.
         spread: first and third quartile of these readings, or None.
+        facts: of the device, from its backend's :meth:`~dispatcher.interface.Calibrated.calibrate`.
     """
 
     outcome: Outcome
     reason: str = ""
     gflops: float | None = None
     spread: Sequence[float] | None = None
+    facts: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
 def time_limit_s() -> float | None:
@@ -219,14 +221,17 @@ def _run_child(arguments: Sequence[str], limit_s: float) -> tuple[SelfTest, bool
     except OSError as error:
         return SelfTest("error", f"could not be run: {error}"), False
     began = bool(ended.reports)  # before that, it is not the device that takes time or fails
+    if len(ended.reports) == 3:  # a device that passed is not barred because it could not be measured
+        how = ended.signal or ("took too long" if ended.code is None else f"exit code {ended.code}{ended.last_line}")
+        return replace(SelfTest(**ended.reports[1]), facts={CALIBRATION: f"could not be measured: {how}"}), True
     if ended.code is None:
         lasting = began and ended.starved_s < STARVED_SHARE * limit_s
         return SelfTest("hung", f"hung: no answer within {limit_s:g} s"), lasting
     if ended.signal:
         lasting = ended.signal in OWN_SIGNALS and not _short_of_room()
         return SelfTest("crashed", f"crashed with {ended.signal}{ended.last_line}"), lasting
-    if ended.code == 0 and len(ended.reports) == 2:
-        return SelfTest(**ended.reports[1]), True
+    if ended.code == 0 and len(ended.reports) > 1:
+        return replace(SelfTest(**ended.reports[1]), facts=dict(*ended.reports[3:])), True
     if began and ended.code == 0:  # so it is with every crash where exit codes are lost
         hint = "; SIGCHLD is ignored, which drivers may not survive" if sigchld_ignored() else ""
         return SelfTest("crashed", f"ended without an answer{ended.last_line}{hint}"), False
@@ -247,7 +252,7 @@ def apply(device: Device, found: SelfTest | None) -> Device:
     """``device`` with what its self-test found; unavailable when this process must not use it."""
     if found is None:
         return device
-    facts: dict[str, str | int | float] = {**device.facts, "self_test": found.reason or found.outcome}
+    facts: dict[str, str | int | float] = {**device.facts, **found.facts, "self_test": found.reason or found.outcome}
     if found.gflops is not None:
         facts["self_test_gflops"] = round(found.gflops, 3)
         if found.spread is not None:

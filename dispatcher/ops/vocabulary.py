@@ -214,6 +214,25 @@ VOCABULARY: dict[str, Operation] = {
         Field("min", "scalar", "lower bound", default=-1.0, infinite=True),
         Field("max", "scalar", "upper bound", default=1.0, infinite=True),
     ),
+    # -- choosing
+    "greater": pointwise(
+        PointwiseForm("greater", "x > a ? C(1.0) : C(0.0)", arguments=1, cheap=True, integral=True, limits=(0.0, 1.0)),
+        "1 where in > value, else 0",
+        Field("value", "operand", "what it is compared with", True, infinite=True),
+    ),
+    "greater_equal": pointwise(
+        PointwiseForm(
+            "greater_equal", "x >= a ? C(1.0) : C(0.0)", arguments=1, cheap=True, integral=True, limits=(0.0, 1.0)
+        ),
+        "1 where in >= value, else 0",
+        Field("value", "operand", "what it is compared with", True, infinite=True),
+    ),
+    "where": pointwise(
+        PointwiseForm("where", "x != C(0.0) ? a : b", arguments=2, cheap=True, integral=True),
+        "value where in is not 0, else other",
+        Field("value", "operand", "what is taken where in is not 0", True, infinite=True),
+        Field("other", "operand", "what is taken elsewhere", True, infinite=True),
+    ),
     # -- activations
     "gelu": pointwise(
         PointwiseForm(

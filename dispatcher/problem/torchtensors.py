@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -88,6 +89,11 @@ def host_view(name: str, tensor: Any) -> np.ndarray:
         DtypeError: they are neither real numbers nor bool.
     """
     torch: Any = sys.modules["torch"]
+    if type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        with suppress(TypeError, RuntimeError):  # whatever NumPy cannot show as it is
+            array: np.ndarray = tensor.numpy()
+            if array.dtype.kind in "biuf":
+                return array
     _refuse_without_data(name, tensor)
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype.is_complex or tensor.is_quantized or (tensor.dtype.is_floating_point and kind not in DTYPES):
@@ -96,7 +102,7 @@ def host_view(name: str, tensor: Any) -> np.ndarray:
     try:
         plain = tensor.detach().resolve_neg()
         whole = plain.view(torch.int16) if kind == "bfloat16" else plain
-        array: np.ndarray = whole.numpy()
+        array = whole.numpy()
         return array.view(storage_dtype(kind)) if kind == "bfloat16" else array
     except DtypeError:
         raise

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dispatcher.torch.draft import RefusedError, SymbolicError, Value, fixed, is_one
+from dispatcher.torch.draft import GROUPS, RefusedError, SymbolicError, Tensor, Value, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, Handler, equal, relaid, whole
 
 _Handler = TypeVar("_Handler", bound=Handler)
@@ -21,7 +21,10 @@ _Handler = TypeVar("_Handler", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
 
 #: The name of the field that holds what a step combines its source with.
-_OPERAND = {"add": "value", "subtract": "value", "maximum": "value", "minimum": "value", "scale": "by", "divide": "by"}
+_OPERAND = {
+    **dict.fromkeys(("add", "subtract", "maximum", "minimum", "greater", "greater_equal"), "value"),
+    **dict.fromkeys(("scale", "divide"), "by"),
+}
 
 
 def handles(*names: str) -> Callable[[_Handler], _Handler]:
@@ -129,10 +132,11 @@ def _celu(graph: Graph, x: Any, alpha: Any, **_: Any) -> Array:
 @handles("softplus")
 def _softplus(graph: Graph, x: Any, beta: Any = 1, threshold: Any = 20, **_: Any) -> Array:
     b = number_of(beta)
-    if number_of(threshold) != 20.0:  # from where on float32 shows no difference
-        raise RefusedError("its threshold is not 20")
-    scaled = [] if b == 1.0 else [("scale", {"by": b})]
-    return chain(graph, x, *scaled, ("softplus", {}), *([("divide", {"by": b})] if scaled else []))
+    scaled = x if b == 1.0 else chain(graph, x, ("scale", {"by": b}))
+    result = chain(graph, scaled, ("softplus", {}), *([("divide", {"by": b})] if b != 1.0 else []))
+    if number_of(threshold) >= 20.0:  # from where on float32 shows no difference
+        return result
+    return _where(graph, combined(graph, "greater", scaled, threshold), x, result)
 
 
 def along(constant: Constant, place: int, count: int) -> Constant:
@@ -158,24 +162,108 @@ def _softshrink(graph: Graph, x: Any, lambd: Any, **_: Any) -> Array:
     return combined(graph, "subtract", x, chain(graph, x, ("clamp", {"min": -bound, "max": bound})))
 
 
-@handles("gt", "ge")
-def _above(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
-    return chain(graph, x, ("gt", {"value": number_of(other)}))
+# ---- choices: a tensor of truth values shows a value of ones and zeros -----------------------------------
+@handles("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal")
+def _compared(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    op = "greater_equal" if graph.name[1:2] == "e" or graph.name.endswith("equal") else "greater"
+    return combined(graph, op, *((other, x) if graph.name.startswith("l") else (x, other)))
+
+
+@handles("eq", "ne", "not_equal")
+def _equal(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    least, most = combined(graph, "greater_equal", x, other), combined(graph, "greater_equal", other, x)
+    same = combined(graph, "scale", least, most)
+    return same if graph.name == "eq" else combined(graph, "subtract", 1.0, same)
+
+
+@handles("logical_and", "bitwise_and", "__and__", "logical_or", "bitwise_or", "__or__")
+def _both(graph: Graph, x: Any, other: Any, **_: Any) -> Array:
+    return combined(graph, "scale" if "and" in graph.name else "maximum", x, other)
+
+
+@handles("logical_not", "bitwise_not")
+def _not(graph: Graph, x: Any, **_: Any) -> Array:
+    return combined(graph, "subtract", 1.0, array_of(x))
+
+
+@handles("isnan", "isinf", "isfinite", "isposinf", "isneginf")
+def _is_odd(graph: Graph, x: Any, **_: Any) -> Array:
+    if graph.name == "isnan":
+        return _equal(graph, x, x)
+    size = array_of(x) if graph.name.endswith("posinf") else chain(graph, x, ("abs", {}))
+    if graph.name == "isneginf":
+        size = chain(graph, x, ("scale", {"by": -1.0}))
+    if graph.name == "isfinite":
+        return combined(graph, "greater", math.inf, size)
+    return combined(graph, "greater_equal", size, math.inf)
+
+
+@handles("sign", "sgn")
+def _sign(graph: Graph, x: Any, **_: Any) -> Array:
+    above, below = combined(graph, "greater", x, 0.0), combined(graph, "greater", 0.0, array_of(x))
+    return combined(graph, "subtract", above, below)
 
 
 @handles("where")
 def _where(graph: Graph, condition: Any, x: Any = None, other: Any = None, **_: Any) -> Array:
-    """``x`` where ``x > 0``, else ``slope * x``."""
-    arrays = [array_of(each) for each in (condition, x, other)]
-    above, value, below = (each.value for each in arrays)
-    known = (above.op, above.operand, below.op) == ("gt", 0.0, "scale") and above.source is below.source is value
-    if not known or len({each.layout for each in arrays}) > 1:
-        raise RefusedError("of all choices, only x where x > 0, else slope * x, has a step")
-    return chain(graph, x, ("leaky_relu", {"slope": number_of(below.operand)}))
+    """``x`` where the condition holds, else ``other``."""
+    wide = [each for each in (condition, x, other) if isinstance(each, Array)]
+    widest = max(wide, key=lambda each: len(each.value.axes))
+    if widest is not condition:  # nothing is greater than infinity: zeros of all axes, to which it is added
+        condition = combined(graph, "add", chain(graph, widest, ("greater", {"value": math.inf})), condition)
+    array, operands = array_of(condition), []
+    for each in (x, other):
+        operand: Any = each
+        if isinstance(each, Array):
+            layout, sizes = _aligned(array, each)
+            if not array.covers(layout):
+                raise RefusedError("its condition lacks axes of what it chooses from")
+            array, operand = Array(array.cell, layout, sizes), each.value
+        elif isinstance(each, Constant):
+            array, operand = _widened(array, len(each.sizes)), graph.operand(each, array)
+        else:
+            operand = number_of(each)
+        operands.append(operand)
+    if any(isinstance(each, Tensor) and each.along is not None for each in operands):
+        raise RefusedError("it chooses from an input in another layout than it is given in")
+    return array.computed(graph.draft.step("where", array.value, value=operands[0], other=operands[1]))
+
+
+@handles("masked_fill", "index_put")
+def _masked_fill(graph: Graph, x: Any, mask: Any = None, value: Any = None, **given: Any) -> Array:
+    """``value`` where the mask holds; also written ``x[mask] = value``."""
+    if graph.name == "index_put":
+        (mask, *more), value = given["indices"], number_of(given["values"])
+        if more or given.get("accumulate") or not isinstance(mask, Array):
+            raise RefusedError("it writes into a part of a tensor")
+    return _where(graph, mask, value, array_of(x))
+
+
+@handles("hardshrink")
+def _hardshrink(graph: Graph, x: Any, lambd: Any, **_: Any) -> Array:
+    inside = combined(graph, "greater_equal", number_of(lambd), chain(graph, x, ("abs", {})))
+    return _where(graph, inside, 0.0, x)
+
+
+@handles("threshold")
+def _threshold(graph: Graph, x: Any, threshold: Any, value: Any, **_: Any) -> Array:
+    return _where(graph, combined(graph, "greater_equal", number_of(threshold), array_of(x)), value, x)
+
+
+@handles("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+def _filled(graph: Graph, x: Any, fill_value: Any = None, **_: Any) -> Constant:
+    """One number for all elements, of a tensor that is like a computed one."""
+    number = number_of(fill_value) if "full" in graph.name else float("ones" in graph.name)
+    return Constant(graph.node.name, torch.tensor(number, dtype=torch.float64), graph.sizes, literal=True)
 
 
 @handles("pow")
 def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
+    if isinstance(exponent, Array):
+        base = number_of(x)
+        if base <= 0.0:
+            raise RefusedError(f"it raises {base:g} to computed powers; expected a positive number")
+        return chain(graph, exponent, ("scale", {"by": math.log(base)}), ("exp", {}))
     power = number_of(exponent)
     magnitude = abs(power)
     if magnitude == 0.5:
@@ -186,8 +274,10 @@ def _pow(graph: Graph, x: Any, exponent: Any, **_: Any) -> Array:
             result = chain(graph, result, ("square", {}))
             if bit == "1":
                 result = combined(graph, "scale", result, x)
+    elif not power.is_integer():
+        return chain(graph, x, ("log", {}), ("scale", {"by": power}), ("exp", {}))
     else:
-        raise RefusedError(f"the exponent is {power:g}; expected 0.5, a whole number up to 8, or minus one of these")
+        raise RefusedError(f"the exponent is {power:g}; expected one that is not 0 and, if whole, up to 8")
     return result if power > 0 else chain(graph, result, ("reciprocal", {}))
 
 
@@ -207,10 +297,26 @@ def combined(graph: Graph, op: str, left: Any, right: Any) -> Array:
         return Array([graph.draft.step(op, left.value, **{key: right.value})], layout, sizes)
     if isinstance(right, Constant):
         operand = graph.operand(right, left)
-        lead = max(0, len(right.sizes) - len(left.layout))
         value = graph.draft.step(op, left.value, **{key: operand})
-        return Array([value], ((),) * lead + left.layout, (1,) * lead + left.sizes)
+        return _widened(left, len(right.sizes)).computed(value)
     return left.computed(graph.draft.step(op, left.value, **{key: number_of(right)}))
+
+
+def _widened(array: Array, count: int) -> Array:
+    """With ``count`` dimensions at least."""
+    lead = max(0, count - len(array.layout))
+    return Array(array.cell, ((),) * lead + array.layout, (1,) * lead + array.sizes)
+
+
+def _times(graph: Graph, operand: Any, factor: float) -> Any:
+    """An operand of any kind times a number."""
+    if isinstance(operand, Array):
+        return chain(graph, operand, ("scale", {"by": factor}))
+    if not isinstance(operand, Constant):
+        return number_of(operand) * factor
+    if operand.data is None:
+        raise RefusedError(f"it needs {operand.name}, an input, times {factor:g}")
+    return Constant(operand.name, operand.data * factor, operand.sizes, operand.literal)
 
 
 def _reversed(graph: Graph, op: str, left: Any, right: Array) -> Array:
@@ -221,6 +327,8 @@ def _reversed(graph: Graph, op: str, left: Any, right: Array) -> Array:
         op, right = "scale", chain(graph, right, ("reciprocal", {}))
         if not isinstance(left, Array | Constant) and number_of(left) == 1.0:
             return right
+    elif op.startswith("greater"):
+        return combined(graph, op, _times(graph, right, -1.0), _times(graph, left, -1.0))
     return combined(graph, op, right, left)
 
 
@@ -244,21 +352,13 @@ def _aligned(left: Array, right: Array) -> tuple[tuple[tuple[int, ...], ...], tu
 
 @handles("add", "sub", "subtract", "rsub")
 def _add(graph: Graph, x: Any, other: Any, alpha: Any = 1, **_: Any) -> Array:
+    if graph.node.meta["val"].dtype is torch.bool:
+        raise RefusedError("it adds truth values")
     op = "add" if graph.name == "add" else "subtract"
     if graph.name == "rsub":
         x, other = other, x
     if number_of(alpha) != 1.0:
-        if graph.name == "rsub":
-            raise RefusedError("its alpha is not 1")
-        factor = number_of(alpha)
-        if isinstance(other, Array):
-            other = chain(graph, other, ("scale", {"by": factor}))
-        elif isinstance(other, Constant):
-            if other.data is None:
-                raise RefusedError(f"its alpha is not 1, and {other.name} is an input")
-            other = Constant(other.name, other.data * factor, other.sizes, other.literal)
-        else:
-            other = number_of(other) * factor
+        other = _times(graph, other, number_of(alpha))
     return combined(graph, op, x, other)
 
 
@@ -381,7 +481,9 @@ def _vector_norm(
         return chain(graph, total, ("sqrt", {}))
     if order == math.inf:
         return reduced(graph, "max", chain(graph, x, ("abs", {})), dim, keepdim)
-    raise RefusedError(f"the order of the norm is {order:g}; expected 1, 2 or infinity")
+    if order <= 0.0:
+        raise RefusedError(f"the order of the norm is {order:g}; expected a positive one")
+    return _pow(graph, reduced(graph, "sum", _pow(graph, chain(graph, x, ("abs", {})), order), dim, keepdim), 1 / order)
 
 
 @handles("softmax", "_softmax", "log_softmax", "_log_softmax")
@@ -409,7 +511,8 @@ def unit_axes(graph: Graph, array: Array) -> tuple[int, ...]:
 )
 def _same(graph: Graph, x: Any, **_: Any) -> Any:
     before, after = graph.node.args[0].meta["val"], graph.node.meta["val"]
-    if before.dtype != after.dtype:
+    # Whole numbers and truth values come from comparisons alone, and are floating-point numbers in the pipeline.
+    if before.dtype != after.dtype and (before.is_floating_point() or not after.is_floating_point()):
         raise RefusedError(f"it converts {before.dtype} to {after.dtype}; a problem has one dtype")
     return array_of(x)
 
@@ -440,7 +543,24 @@ def _view(graph: Graph, x: Any, **_: Any) -> Any:
         if len(before) != len(after) or not all(map(equal, before, after)):
             raise RefusedError(f"it views {x.name} in a shape that it is not given in")
         return Constant(x.name, None, graph.sizes, given=x.given)
-    return relaid(array_of(x), graph.sizes)
+    return _grouped(graph, array_of(x), relaid(array_of(x), graph.sizes))
+
+
+def _grouped(graph: Graph, array: Array, view: Array) -> Array:
+    """A view of ``array``, in which channels may lie in groups now, or no longer."""
+    value = array.value
+    made = value.source if value.op == "grouped" and any(axes[:2] == (GROUPS, 1) for axes in view.layout) else None
+    if made is not None:
+        layout = tuple(tuple(axis for axis in axes if axis != GROUPS) for axes in view.layout)
+    elif (GROUPS,) in view.layout and len(value.shape) == GROUPS:
+        groups, layout = fixed(view.sizes[view.layout.index((GROUPS,))]), view.layout
+        shape = (value.shape[0], value.shape[1] // groups, *value.shape[2:], groups)
+        made = graph.draft.step("grouped", value, shape, groups=groups)
+    else:
+        return view
+    view = Array([made], layout, view.sizes)
+    graph.cut += [array.cell, view.cell]
+    return view
 
 
 @handles("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "numpy_T", "mT", "permute_copy")
@@ -452,8 +572,11 @@ def _permute(graph: Graph, x: Any, **given: Any) -> Array:
     return Array(array.cell, tuple(array.layout[i] for i in order), tuple(array.sizes[i] for i in order))
 
 
-@handles("expand", "expand_as", "broadcast_to")
+@handles("expand", "expand_as", "broadcast_to", "repeat", "tile")
 def _expand(graph: Graph, x: Any, **_: Any) -> Array:
     array = array_of(x)
     sizes = graph.sizes
+    before = sizes[len(sizes) - len(array.sizes) :]
+    if not all(is_one(old) or equal(old, new) for old, new in zip(array.sizes, before, strict=True)):
+        raise RefusedError("it repeats values along an axis")
     return Array(array.cell, ((),) * (len(sizes) - len(array.layout)) + array.layout, sizes)

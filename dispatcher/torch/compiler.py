@@ -103,6 +103,9 @@ def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device:
         with torch.no_grad(), fake, torch.fx.traceback.preserve_node_meta():
             interpreted = partial(torch.fx.Interpreter.run, torch.fx.Interpreter(module))
             traced = make_fx(interpreted, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+        held = (getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr")
+        if any(isinstance(each, FakeTensor) for each in held):
+            raise InputError("a tensor leaves the graph, as by .data")
     except Exception as error:  # a higher-order operator, data-dependent sizes, ...
         found.left.append(f"the whole graph: it cannot be traced to operators of ATen: {first_line(error)}")
         forward: Callable[..., Any] = module.forward
@@ -157,16 +160,24 @@ class _Group:
 
     def __init__(self, piece: Piece, weights: frozenset[Any], device: str, found: GraphReport) -> None:
         self.__name__ = f"group_{next(_numbers)}"
-        self.piece, self.weights, self.device = piece, weights, device
+        self.piece, self.device = piece, device
+        self.weights = [(place, node) for place, node in enumerate(piece.inputs) if node in weights]
+        #: Places of the inputs that a call takes from its caller.
+        self.varying = [
+            place
+            for place, node in enumerate(piece.inputs)
+            if node not in weights and isinstance(node.meta["val"], torch.Tensor)
+        ]
         #: The dimensions as they lie in memory in eager mode, which code behind may rely on, as ``view`` does.
         strides = [example(stride) for stride in piece.output.meta["val"].stride()]
-        self.order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+        self.order = None if order == sorted(order) else order
         self.found, self.place = found, len(found.groups)
         found.groups.append((self.__name__, tuple(str(node.target) for node in piece.nodes), "(not run yet)"))
         self.lock = threading.Lock()
         self.imported: Imported | None = None
         self.compiled: CompiledOperator | None = None
-        self.seen: tuple[Any, ...] | None = None
+        self.seen: list[Any] | None = None
         self.in_torch = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -179,24 +190,24 @@ class _Group:
         if self.in_torch:
             return self.piece.module(*inputs)
         compiled, imported = self._ready(inputs)
-        tensors = [value for node, value in zip(self.piece.inputs, inputs, strict=True) if self._varies(node)]
-        named = {name: value for name, value in zip(imported.inputs, tensors, strict=True) if name is not None}
+        pairs = zip(imported.inputs, self.varying, strict=True)
+        named = {name: inputs[place] for name, place in pairs if name is not None}
         prepared = compiled.prepare(**named) if self.found.groups[self.place][2].startswith("(") else None
         if prepared is not None and self._note(prepared.choice.device):
             return self.piece.module(*inputs)
-        with torch.no_grad():
-            result = compiled(**named).permute(self.order).contiguous()
-            return result.permute([self.order.index(place) for place in range(len(self.order))])
-
-    def _varies(self, node: Any) -> bool:
-        return node not in self.weights and isinstance(node.meta["val"], torch.Tensor)
+        result = compiled(**named)
+        if self.order is None:
+            return result
+        laid = result.permute(self.order).contiguous()
+        return laid.permute([self.order.index(place) for place in range(len(self.order))])
 
     def _ready(self, inputs: Sequence[Any]) -> tuple[CompiledOperator, Imported]:
         """The operator, with the weights as they are now."""
-        held = {node: value for node, value in zip(self.piece.inputs, inputs, strict=True) if node in self.weights}
-        seen = tuple((value.data_ptr(), None if value.is_inference() else value._version) for value in held.values())
+        values = [inputs[place] for place, _ in self.weights]
+        seen = [(value.data_ptr(), None if value.is_inference() else value._version) for value in values]
         with self.lock:
             if self.compiled is None or self.imported is None or seen != self.seen:
+                held = {node: inputs[place] for place, node in self.weights}
                 imported = self.piece.translated(held, self.__name__)
                 if self.compiled is None:
                     settings = Settings(device=self.device)

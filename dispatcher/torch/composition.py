@@ -28,7 +28,13 @@ from dispatcher.ops.vocabulary import MAXIMUM
 from dispatcher.problem.operator import Operator
 
 #: Functions of two tensors, neither of which may be a number.
-_OF_TENSORS = {"maximum": torch.maximum, "minimum": torch.minimum}
+_OF_TENSORS: dict[str, Callable[..., Any]] = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "greater": lambda x, value: torch.gt(x, value).to(x.dtype),
+    "greater_equal": lambda x, value: torch.ge(x, value).to(x.dtype),
+    "where": lambda x, value, other: torch.where(x != 0, value, other),
+}
 
 
 def torch_pipeline(operator: Operator, constant: Callable[[TensorOperand], Any]) -> Callable[[Any], Any]:
@@ -102,7 +108,9 @@ def torch_stage(step: Step, constant: Callable[[Any], Any], rank: int) -> Callab
         case Pointwise(form=form) if form.torch:
             return dotted(form.torch)
         case Pointwise(form=form) if form.name in _OF_TENSORS:
-            return lambda x, a: _OF_TENSORS[form.name](x, torch.as_tensor(a, dtype=x.dtype, device=x.device))
+            return lambda x, *given: _OF_TENSORS[form.name](
+                x, *(torch.as_tensor(each, dtype=x.dtype, device=x.device) for each in given)
+            )
         case Normalize(eps=eps):
             weight, bias = channels(step.weight), channels(step.bias)
             count = step.shape[1]

@@ -15,6 +15,8 @@ from dispatcher.ops.steps import RANKS, SPATIAL_NAMES, axis_names
 from dispatcher.ops.vocabulary import VOCABULARY
 from dispatcher.problem.schema import INTERFACE_NAMES
 
+#: The axis of a value whose channels lie in groups that has one place for each group.
+GROUPS = 5
 #: An integer, or a symbol of torch.export (a SymInt) that stands for one.
 Extent = Any
 
@@ -144,6 +146,11 @@ class Draft:
         def fits(wanted: Sequence[int]) -> bool:
             return set(axes) <= set(wanted) <= {*axes, *ones}
 
+        if x.op == "grouped" and x.source is not None and fits((1, *self.spatial)):
+            groups = x.fields["groups"]
+            return self.step(
+                "grouped", self.step("group_norm", x.source, groups=groups, eps=eps), x.shape, groups=groups
+            )
         if fits(self.spatial):
             return self.step("instance_norm", x, eps=eps, **affine)
         if fits((0, *self.spatial)):
@@ -227,7 +234,7 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
             inputs[each.name] = called[key]
     called[id(source)] = called[id(source.tensor)]
     sizes: dict[Any, str] = {}  # by symbol
-    hints: dict[str, int] = {}
+    hints: dict[str, float] = {}
     parameters: dict[str, Any] = {}
     for key, each in tensors.items():
         words = _extent_words(draft.rank, each, is_source=each is source.tensor, name=called[key])
@@ -242,6 +249,8 @@ def write(draft: Draft, last: Value, dropped: Sequence[int], title: str, name: s
                 hints[sizes[symbol]] = example(extent)
             extents.append(_expression(symbol, sizes))
         parameters[called[key]] = extents
+        if not extents:  # a number
+            parameters[called[key]], hints[called[key]] = "double", 1.0
     parameters["output"] = "output"
     axes = axis_names(draft.rank)
     pipeline = list(_steps(steps, called, names, axes, draft.rank))

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dispatcher.ops.steps import axis_names
 from dispatcher.torch.draft import (
+    GROUPS,
     Draft,
     Extent,
     RefusedError,
@@ -36,6 +37,7 @@ Layout = tuple[tuple[int, ...], ...]
 
 #: The reason of a node that only a larger pattern could be a step with, and of an operator that is in none.
 NO_STEP = "the vocabulary has no step for it"
+SPLITS = "it views the tensor in a shape that splits an axis"
 
 #: Makes of an operator's arguments, by name, what its result is; see :mod:`dispatcher.torch.aten`.
 Handler = Callable[..., Any]
@@ -128,11 +130,8 @@ def describe(node: Any, reason: str) -> Unsupported:
     """A node that has no counterpart, with where it stands in the module's source."""
     stack = node.meta.get("nn_module_stack") or {}
     module = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
-    name = (
-        node.name
-        if node.op == "placeholder"
-        else operator_name(node.target) or getattr(node.target, "__name__", str(node.target))
-    )
+    called = operator_name(node.target) or getattr(node.target, "__name__", str(node.target))
+    name = node.name if node.op == "placeholder" else called
     return Unsupported(node, name, str(module), _place(node.meta.get("stack_trace") or ""), reason)
 
 
@@ -160,6 +159,7 @@ class Graph:
         source: the placeholder that is the pipeline's input.
         returned: the nodes that the graph returns.
         handlers: of operators, by name.
+        batched: whether the first two dimensions of the pipeline's input are batch and channel whatever their number.
 
     Attributes:
         draft: the steps.
@@ -176,9 +176,11 @@ class Graph:
         source: Any,
         returned: Sequence[Any],
         handlers: Mapping[str, Handler],
+        *,
+        batched: bool,
     ) -> None:
         self.draft = Draft(_rank(nodes, source), simplify)
-        self.handlers = handlers
+        self.handlers, self.batched = handlers, batched
         self.unsupported: dict[Any, Unsupported] = {}
         self.results: dict[Any, Any] = dict(tensors)
         self._tensors: dict[Any, Tensor] = {}
@@ -203,7 +205,12 @@ class Graph:
             return self._input(node)
         if node.op == "placeholder":
             sizes = extents(node.meta["val"].shape)
+            kinds = [each.meta["val"].dtype for each in (self.source, node)]
+            if sizes and kinds[0] != kinds[1]:  # one without dimensions is a number
+                raise RefusedError(f"it is of {kinds[1]}, and the first input of {kinds[0]}; a problem has one dtype")
             return Constant(node.name, None, sizes, given=sizes)
+        if node.op == "get_attr":  # the code of a region, such as one of autocast
+            return UNKNOWN
         meta = node.meta.get("val")
         if isinstance(meta, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
             return settled(meta) if isinstance(meta, torch.SymInt) else meta
@@ -245,13 +252,16 @@ class Graph:
         return self.results[value] if isinstance(value, torch.fx.Node) else value
 
     def _input(self, node: Any) -> Array:
-        """The pipeline's input, whose dimensions are the last ones out of the problem's axes."""
+        """The pipeline's input, whose dimensions are the last ones out of the problem's axes, or batch, channel and the
+        last spatial ones; in the latter case, the problem takes it with the others, too."""
         sizes = extents(node.meta["val"].shape)
         axes = (0, 1, *self.draft.spatial)
         if not 1 <= len(sizes) <= len(axes):
             raise RefusedError(f"it has {len(sizes)} dimensions; expected 1 to {len(axes)}")
-        shape, layout = placed(axes[len(axes) - len(sizes) :], sizes)
-        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, sizes))], layout, sizes)
+        own = [0, 1, *axes[len(axes) - len(sizes) + 2 :]] if self.batched else axes[len(axes) - len(sizes) :]
+        shape, layout = placed(own, sizes)
+        given = tuple(shape[axis] for axis in axes) if self.batched else sizes
+        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, given))], layout, sizes)
 
     def _folded(self, node: Any, args: Any, kwargs: Any, *, in_place: bool) -> Any:
         """The result of a node that depends on weights alone: computed on copies, for it may write into them."""
@@ -262,6 +272,8 @@ class Graph:
 
         def data(value: Any) -> Any:
             if isinstance(value, Constant):
+                if value.data.ndim != len(value.sizes):
+                    raise RefusedError(f"it computes with {value.name}, which is as large as a computed tensor")
                 return value.data.clone() if in_place else value.data
             if isinstance(value, torch.SymInt):
                 raise SymbolicError
@@ -327,6 +339,8 @@ class Graph:
                 raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
         else:
             data = data.detach()
+            if not data.is_floating_point():  # a mask, or whole numbers
+                data = data.to(self.source.meta["val"].dtype)
             if data.shape != shape:
                 data = data.reshape(shape)
             if order != tuple(range(len(shape))):
@@ -337,13 +351,13 @@ class Graph:
 
     def operand(self, constant: Constant, beside: Array) -> Any:
         """A constant as what a step combines ``beside`` with: a number, or a tensor whose axes are those of it."""
-        if constant.data is not None and constant.literal and constant.data.numel() == 1:
-            return float(constant.data)
         sizes, layout = constant.sizes, beside.layout[max(0, len(beside.layout) - len(constant.sizes)) :]
         long = [size for size in sizes[: len(sizes) - len(layout)] if not is_one(size)]
         sizes = sizes[len(sizes) - len(layout) :]
         if long or any(not axes and not is_one(size) for axes, size in zip(layout, sizes, strict=True)):
             raise RefusedError(f"{constant.name} is larger than what it is combined with, on some axis")
+        if constant.data is not None and constant.literal and constant.data.numel() == 1:
+            return float(constant.data)
         used = [() if is_one(size) else axes for axes, size in zip(layout, sizes, strict=True)]
         flat = [axis for axes in used for axis in axes]
         all_axes = (0, 1, *self.draft.spatial)
@@ -352,6 +366,8 @@ class Graph:
             return self._placed_input(constant, [axes for axes in used if axes])
         if flat == standard and all(len(axes) < 2 for axes in used) and len(constant.sizes) <= len(all_axes):
             return self.tensor(constant, constant.sizes or (1,))
+        if GROUPS in flat:
+            raise RefusedError(f"{constant.name} has one value for each group of channels")
         extents = [beside.value.shape[axis] for axis in flat]
         order = sorted(range(len(flat)), key=flat.__getitem__)
         moved = self.tensor(constant, extents, order)
@@ -368,10 +384,10 @@ class Graph:
         rest = iter(used)
         layout = tuple(() if is_one(size) else next(rest) for size in constant.given)
         axes = assign(layout, all_axes)
-        if not axes:
+        if axes is None:
             raise RefusedError(f"it reads {constant.name} in another layout than it is given in")
         last = all_axes[len(all_axes) - len(axes) :]
-        along = None if assign(layout, last) else tuple(axes)
+        along = None if assign(layout, last) is not None else tuple(axes)
         key = (constant.name, along)
         if key not in self._tensors:
             self._tensors[key] = Tensor(constant.name, None, constant.given, along)
@@ -390,23 +406,24 @@ class Graph:
             return None
         (result,) = self.returned
         array = self.results.get(result)
-        if self.unsupported or array is UNKNOWN:
-            return None
+        if not self.unsupported and isinstance(array, Array):
+            for step in self.draft.order(array.value):
+                if step.op in PARTS:
+                    self.unsupported[step.node] = describe(step.node, SPLITS if step.op == "grouped" else NO_STEP)
         try:
-            value, dropped = self._last(array)
+            return None if self.unsupported or array is UNKNOWN else self._last(array)
         except RefusedError as error:
             self.unsupported[result] = describe(result, str(error))
             return None
-        for step in self.draft.order(value):
-            if step.op in PARTS:
-                self.unsupported[step.node] = describe(step.node, NO_STEP)
-        return None if self.unsupported else (value, dropped)
 
     def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
         if not isinstance(array, Array):
             raise RefusedError("the result does not depend on the module's input")
         if array.value.tensor is not None:
             raise RefusedError("the result is the module's input; nothing is computed")
+        kinds = [each.meta["val"].dtype for each in (self.source, *self.returned)]
+        if kinds[0] != kinds[1]:
+            raise RefusedError(f"the result is of {kinds[1]}, and the input of {kinds[0]}; a problem has one dtype")
         whole(array)
         all_axes = (0, 1, *self.draft.spatial)
         axes = assign(array.layout, all_axes) if all(len(each) < 2 for each in array.layout) else None
@@ -469,11 +486,17 @@ def relaid(array: Array, sizes: Sequence[Extent]) -> Array:
         axes, total = (), 1
         while parts and not equal(total, size):
             extent, axis = parts.pop(0)
+            known = axis == (1,) and not axes and isinstance(extent, int) and isinstance(size, int)
+            if known and 1 < size < extent and extent % size == 0:  # groups of channels
+                parts.insert(0, (extent // size, axis))
+                extent, axis = size, (GROUPS,)
             if (not axis and not equal(extent, size)) or (axes == () and not equal(total, 1)):
                 raise RefusedError("it views an expanded tensor in another shape")
             total, axes = total * extent, axes + axis
         if not equal(total, size):
-            raise RefusedError("it views the tensor in a shape that splits an axis")
+            if not all(isinstance(each, int) for each in (total, size)):
+                raise SymbolicError
+            raise RefusedError(SPLITS)
         layout.append(axes)
     return Array(array.cell, tuple(layout), tuple(sizes))
 

@@ -16,7 +16,7 @@ from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.torch.draft import SymbolicError, write, yaml_text
-from dispatcher.torch.graph import Constant, Graph
+from dispatcher.torch.graph import NO_STEP, Constant, Graph
 from dispatcher.torch.layers import HANDLERS
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -31,7 +31,8 @@ class Imported:
             example inputs.
         tensors: the module's weights and buffers by parameter name, as the problem takes them; they share memory with
             the module's where that is possible.
-        inputs: the parameter that each input of the module is; None for one that nothing reads.
+        inputs: the parameter that each input of the module is; None for one that nothing reads. A parameter may have
+            spatial axes of extent 1 that the module's input lacks, as in ``(batch, features, 1)``.
     """
 
     problem: Problem
@@ -61,6 +62,10 @@ class Imported:
         if len(inputs) != len(self.inputs):
             raise InputError(f"{self.problem.name} takes {len(self.inputs)} inputs, got {len(inputs)}")
         given = {name: value for name, value in zip(self.inputs, inputs, strict=True) if name is not None}
+        source = self.problem.tensors[0]
+        x = given[source.name]
+        more = len(source.shape or ()) - x.ndim
+        given[source.name] = x.reshape(*x.shape[:2], *[1] * more, *x.shape[2:]) if more > 0 else x
         of_torch = isinstance(next(iter(given.values())), torch.Tensor)
         weights = {name: data if of_torch else data.cpu().numpy() for name, data in self.tensors.items()}
         with torch.no_grad():
@@ -98,6 +103,8 @@ def import_module(module: Any, example_inputs: Sequence[Any], name: str | None =
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     if not inputs or not all(isinstance(each, torch.Tensor) for each in inputs):
         raise InputError("example_inputs are not tensors; expected a tuple of the module's positional arguments")
+    if not all(each.numel() for each in inputs):
+        raise InputError("an example input has no elements; expected one or more")
     for axes in (5, 1):  # the batch alone where the code computes with other sizes
         with contextlib.suppress(SymbolicError):
             return _translated(_captured(module, inputs, axes), title, label)
@@ -110,7 +117,8 @@ def _captured(module: Any, inputs: tuple[Any, ...], axes: int) -> Any:
     each = [{place: auto for place, size in enumerate(value.shape[:axes]) if size > 1} for value in inputs]
     shapes = _by_parameter(module, each)
     try:
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        with torch.no_grad():  # in which a region without gradients is no region of its own
+            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), "")
         raise InputError(f"torch.export cannot capture the module: {type(error).__name__}: {line}") from error
@@ -126,6 +134,22 @@ def _by_parameter(module: Any, each: list[Any]) -> Any:
 
 
 def _translated(program: Any, title: str, name: str) -> Imported:
+    """The problem that an exported program makes; what has no step is taken apart where PyTorch knows how."""
+    try:
+        return _mapped(program, title, name)
+    except UnsupportedError as error:
+        table = torch.export.default_decompositions()
+        missing: list[Any] = list(error.nodes)
+        without = {each.node.target for each in missing if each.reason == NO_STEP}
+        parts = {target: table[target] for target in without if target in table}
+        if not parts:
+            raise
+        with contextlib.suppress(UnsupportedError):
+            return _mapped(program.run_decompositions(parts), title, name)
+        raise
+
+
+def _mapped(program: Any, title: str, name: str) -> Imported:
     """The problem that an exported program makes."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors: dict[Any, Constant] = {}
@@ -153,6 +177,8 @@ def translate(
     results: Sequence[str],
     title: str,
     name: str,
+    *,
+    matrices: bool = True,
 ) -> Imported:
     """The problem that a graph of ATen operators makes.
 
@@ -163,6 +189,7 @@ def translate(
         results: names of the nodes that the graph returns.
         title: of the problem.
         name: of the problem.
+        matrices: whether an input of fewer dimensions than the problem has axes may be batch and channel.
 
     Raises:
         UnsupportedError: nodes have no counterpart in the vocabulary.
@@ -171,8 +198,13 @@ def translate(
     if not sources:
         raise InputError("the module takes no tensor; expected one input or more")
     returned = [node for node in nodes if node.name in results]
-    graph = Graph(nodes, tensors, _first(nodes, sources), returned, HANDLERS)
+    first = _first(nodes, sources)
+    graph = Graph(nodes, tensors, first, returned, HANDLERS, batched=False)
     last = graph.finish(nodes[-1])
+    if matrices and last is None and 2 <= len(first.meta["val"].shape) < graph.draft.rank + 2:
+        other = Graph(nodes, tensors, first, returned, HANDLERS, batched=True)
+        last = other.finish(nodes[-1])
+        graph = max(graph, other, key=lambda each: nodes.index(next(iter(each.unsupported), nodes[-1])))
     if last is None:
         missing = list(graph.unsupported.values())
         count = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -229,7 +230,9 @@ def _convolution(
     if any(isinstance(pair, tuple) for pair in fields["padding"]):
         fields["padding"] = tuple(padded)
     if transposed:
-        fields["output_padding"] = _spread_out(graph, _each(output_padding, count), spatial, 0)
+        fields["output_padding"] = _spread_out(
+            graph, [fixed(each) for each in _each(output_padding, count)], spatial, 0
+        )
     op = f"conv{'_transpose' if transposed else ''}{graph.draft.rank}d"
     if source.value.op == "cat" and fields["groups"] == 1:
         return _convolved_parts(graph, op, source, axes, fields, weight)
@@ -261,9 +264,14 @@ def _convolved_parts(
 @handles("cat", "concat", "concatenate")
 def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
     """Channels put together, which a convolution may take apart again."""
-    first, *others = (array_of(each) for each in tensors)
-    whole(first)
-    if first.layout[dim % len(first.layout)] != (1,) or any(each.layout != first.layout for each in others):
+    arrays = [array_of(each) for each in tensors]
+    place = dim % len(arrays[0].layout)
+    for i, each in enumerate(arrays):
+        whole(each)
+        if not each.layout[place] and is_one(each.value.shape[1]):  # a single channel
+            arrays[i] = replace(each, layout=(*each.layout[:place], (1,), *each.layout[place + 1 :]))
+    first, *others = arrays
+    if first.layout[place] != (1,) or any(each.layout != first.layout for each in others):
         raise RefusedError("only channels of tensors of the same layout can be put together")
     value = first.value
     for each in others:
@@ -357,6 +365,19 @@ def _split(graph: Graph, x: Any, dim: int = 0, **_: Any) -> tuple[Array, ...]:
     )
 
 
+@handles("select", "unbind")
+def _select(graph: Graph, x: Any, dim: int = 0, index: Any = None, **_: Any) -> Any:
+    array = array_of(x)
+    place, count = dim % len(array.layout), fixed(array.sizes[dim])
+
+    def one(start: int) -> Array:
+        part = _channels(graph, array, place, start, 1)
+        return replace(part, layout=part.layout[:place] + part.layout[place + 1 :],
+                       sizes=part.sizes[:place] + part.sizes[place + 1 :])  # fmt: skip
+
+    return tuple(map(one, range(count))) if graph.name == "unbind" else one(fixed(index) % count)
+
+
 @handles("slice", "narrow")
 def _slice(graph: Graph, x: Any, dim: int = 0, start: Any = None, step: int = 1, **_: Any) -> Any:
     sizes = x.sizes if isinstance(x, Array | Constant) else ()
@@ -417,7 +438,13 @@ def _pad(graph: Graph, x: Any, pad: Sequence[Any], mode: str = "constant", value
     return Array([value_made], layout, graph.sizes)
 
 
-@handles("linear", "addmm", "mm", "matmul")
+def _turned(array: Array) -> Array:
+    """With its last two dimensions exchanged."""
+    (*layout, a, b), (*sizes, m, n) = array.layout, array.sizes
+    return Array(array.cell, (*layout, b, a), (*sizes, n, m))
+
+
+@handles("linear", "addmm", "mm", "bmm", "matmul")
 def _linear(graph: Graph, x: Any, weight: Any = None, bias: Any = None, **given: Any) -> Array:
     """A product with a matrix of weights over channels, or over all that a batch item has, is a convolution."""
     name = graph.name
@@ -427,9 +454,15 @@ def _linear(graph: Graph, x: Any, weight: Any = None, bias: Any = None, **given:
             if (number_of(given.get("alpha", 1)), number_of(given.get("beta", 1))) != (1.0, 1.0):
                 raise RefusedError("its alpha and beta are not 1")
             x, bias = given["mat1"], x
-        if not isinstance(matrix, Constant) or matrix.data is None or len(matrix.sizes) != 2:
-            raise RefusedError("it multiplies two computed matrices; only a product with weights is a convolution")
-        weight = Constant(matrix.name, matrix.data.t(), tuple(reversed(matrix.sizes)))
+        if isinstance(x, Constant) and isinstance(matrix, Array) and bias is None:  # W x is the transpose of x' W'
+            turned = Constant(x.name, None if x.data is None else x.data.mT, (*x.sizes[:-2], *x.sizes[:-3:-1]))
+            return _turned(_linear(graph, _turned(matrix), mat2=turned))
+        if not isinstance(matrix, Constant) or matrix.data is None or not 1 < len(matrix.sizes) <= len(graph.sizes):
+            raise RefusedError("it is no product with a matrix of weights, which alone is a convolution")
+        if any(size != 1 for size in matrix.sizes[:-2]):
+            raise RefusedError("it multiplies with several matrices")
+        data = matrix.data.reshape(matrix.sizes[-2:]).t()
+        weight = Constant(matrix.name, data, tuple(data.shape))
     array = array_of(x)
     whole(array)
     if not isinstance(weight, Constant) or not (bias is None or isinstance(bias, Constant)):

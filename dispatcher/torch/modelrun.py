@@ -48,7 +48,9 @@ def _imported(path: str, name: str, evaluate: bool) -> Imported:
     sys.modules[spec.name] = file
     spec.loader.exec_module(file)
     torch.manual_seed(_SEED)
-    module = file.Model(*(file.get_init_inputs() if hasattr(file, "get_init_inputs") else ()))
+    given: Any = file.get_init_inputs() if hasattr(file, "get_init_inputs") else ()
+    named = len(given) == 2 and isinstance(given[0], list | tuple) and isinstance(given[1], dict)
+    module = file.Model(*given[0], **given[1]) if named else file.Model(*given)
     return import_module(module.eval() if evaluate else module, _inputs(file.get_inputs), name)
 
 

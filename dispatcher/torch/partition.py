@@ -11,6 +11,7 @@ import torch
 
 from dispatcher.errors import DispatcherError, UnsupportedError
 from dispatcher.problem.operator import DTYPES
+from dispatcher.torch.draft import RefusedError
 from dispatcher.torch.graph import NO_STEP, Constant, base_of, describe, operator_name
 from dispatcher.torch.importing import Imported, translate
 from dispatcher.torch.layers import HANDLERS
@@ -70,12 +71,16 @@ class Piece:
                 data = weights[outer].detach()
                 tensors[node] = Constant(outer.name, data, tuple(data.shape), outer.op == "get_attr")
             elif isinstance(value, torch.Tensor):
+                if not value.ndim:
+                    raise RefusedError(f"{outer.name} is a number that is given anew in each call")
                 inputs.append(node)
             else:
                 tensors[node] = value
         (result,) = [node.args[0] for node in self.module.graph.nodes if node.op == "output"]
         nodes = list(self.module.graph.nodes)
-        return translate(nodes, tensors, inputs, [result.name], f"{name}, compiled from PyTorch", name)
+        title = f"{name}, compiled from PyTorch"
+        # Products of matrices alone are left to PyTorch, whose library for them is faster than a convolution.
+        return translate(nodes, tensors, inputs, [result.name], title, name, matrices=False)
 
 
 def without_writes(graph: torch.fx.Graph) -> None:

@@ -14,7 +14,7 @@ from dispatcher.torch.draft import Draft, Value
 Rule = Callable[[Draft, Value], Value | None]
 
 #: What only a rule may consume, since the vocabulary has no step for it.
-PARTS = frozenset(("cat", "erf", "gt", "log1p", "pad"))
+PARTS = frozenset(("cat", "erf", "grouped", "log1p", "pad"))
 
 _ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -189,6 +189,20 @@ def softplus(draft: Draft, value: Value) -> Value | None:
     return None if x is None else draft.step("softplus", x)
 
 
+def chosen(draft: Draft, value: Value) -> Value | None:
+    """``x`` where ``x > 0``, else ``slope * x``."""
+    condition, above, below = value.source, value.fields["value"], value.fields["other"]
+    x = condition.source if condition is not None and condition.op.startswith("greater") else None
+    if x is None or condition is None or condition.operand != 0.0:
+        return None
+    positive = _negated(x)
+    if positive is not None:
+        x, above, below = positive, below, above
+    if above is not x or not isinstance(below, Value) or below.op != "scale" or below.source is not x:
+        return None
+    return draft.step("leaky_relu", above, slope=below.operand) if isinstance(below.operand, float) else None
+
+
 def leaky_relu(draft: Draft, value: Value) -> Value | None:
     """``max(x, slope * x)``."""
     for x, other in _operands(value):
@@ -270,6 +284,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "log": (softplus, logarithm),
     "log1p": (softplus,),
     "maximum": (leaky_relu,),
+    "where": (chosen,),
     "add": (shifted,),
     "subtract": (log_softmax,),
 }

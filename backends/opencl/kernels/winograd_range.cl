@@ -27,15 +27,24 @@
 // more than three taps leave less room.
 #define MOST_APART ((MOST_TAPS > 3 ? R(0.75) : R(1.0)) * (R(2.0) + R(10.0) / sqrt((REAL)GROUP_OC)))
 
-// Marks the tiles of the vector at `lane` that a channel dominates. Called for each channel c; known when c is its group's last.
+// Of what an output reads, in windows of so many places, the most that one of them may hold.
+#define MOST_AT_ONE_PLACE(places) ((places) < 4 ? R(0.9) : R(0.6))
+
+// Marks the tiles of the vector at `lane` that a channel or a place dominates. Called for each channel c; known when c is its group's
+// last.
 //
-// x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
-// rows of each output along height, for each input along width.
-__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W],
+// x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); rows: its magnitudes over channels so far,
+// of each row and input along width; largest: that of one channel, of the rows of each output along height.
+__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*rows)[REACH_W], real_v (*largest)[REACH_W],
                                                    const int taps, const int c, const int lane, const int tiles, global int *marks) {
   const bool first_channel = c % GROUP_IC == 0;
 #pragma unroll
-  for (int k = 0; k < REACH_W; k++)
+  for (int k = 0; k < REACH_W; k++) {
+#pragma unroll
+    for (int b = 0; b < taps + M_H - 1; b++) {
+      const real_v size = fabs(LOAD_V(x + at[b] + COLUMN_AT(k)));
+      rows[b][k] = first_channel ? size : rows[b][k] + size;
+    }
 #pragma unroll
     for (int jh = 0; jh < M_H; jh++) {
       real_v load = fabs(LOAD_V(x + at[jh] + COLUMN_AT(k)));
@@ -43,26 +52,34 @@ __attribute__((always_inline)) static void measure(global const REAL *x, const i
       for (int b = 1; b < taps; b++) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
       const real_v before = first_channel ? SPLAT(R(0.0)) : largest[jh][k];
       largest[jh][k] = load > before ? load : before;
-      sum[jh][k] = first_channel ? load : sum[jh][k] + load;
     }
+  }
   if (c % GROUP_IC < GROUP_IC - 1) return;
 COLD_LOOP
   for (int q = 0; q < M_H * M_W * PHASES_W; q++) {
     const int jh = q / (M_W * PHASES_W), rw = q % PHASES_W, first = INPUT_W[rw][0] + q / PHASES_W % M_W;
-    real_v all = SPLAT(R(0.0)), most = all;
+    real_v all = SPLAT(R(0.0)), most = all, peak = all;
 COLD_LOOP
     for (int k = first; k < first + TAPS_W[rw]; k++) {
-      all += sum[jh][k];
       most += largest[jh][k];
+#pragma unroll
+      for (int b = 0; b < taps; b++) {
+        all += rows[jh + b][k];
+        peak = peak > rows[jh + b][k] ? peak : rows[jh + b][k];
+      }
     }
-    most *= SPLAT((taps > 1 ? R(0.5) : R(0.75)) * sqrt((REAL)GROUP_IC));
-    if (!ANY_V(all < most || all == SPLAT(INFINITY))) continue;
-    REAL sums[VEC], least[VEC];
+    most *= SPLAT(taps > 1 ? max(R(2.0), R(0.5) * sqrt((REAL)GROUP_IC)) : R(0.75) * sqrt((REAL)GROUP_IC));
+    const real_v spread_out = all * SPLAT(MOST_AT_ONE_PLACE(taps * TAPS_W[rw]));
+    const bool several = taps * TAPS_W[rw] > 1;
+    if (!ANY_V(all < most || all == SPLAT(INFINITY)) && !(several && ANY_V(spread_out < peak))) continue;
+    REAL sums[VEC], least[VEC], shares[VEC], peaks[VEC];
     STORE_V(all, sums);
     STORE_V(most, least);
+    STORE_V(spread_out, shares);
+    STORE_V(peak, peaks);
 COLD_LOOP
     for (int i = 0; i < VEC; i++)
-      if ((sums[i] < least[i] || sums[i] == INFINITY) && IS_TILE(lane + i, tiles)) marks[lane + i] = 1;
+      if ((sums[i] < least[i] || sums[i] == INFINITY || (several && shares[i] < peaks[i])) && IS_TILE(lane + i, tiles)) marks[lane + i] = 1;
   }
 }
 
@@ -148,18 +165,17 @@ COLD_LOOP
   }
 }
 
-// Channels of one register tile side by side.
-#if THREAD_C == 4 || THREAD_C == 8 || THREAD_C == 16
-typedef PASTE(REAL, THREAD_C) channels_v;
-#define LOAD_C(pointer) PASTE(vload, THREAD_C)(0, (pointer))
-#define STORE_C(value, pointer) PASTE(vstore, THREAD_C)((value), 0, (pointer))
-#define CHANNELS_V 1
-#else
+// Channels of one register tile side by side, EDGE_LANES in a vector.
+#if EDGE_LANES == 1
 typedef REAL channels_v;
 #define LOAD_C(pointer) (*(pointer))
 #define STORE_C(value, pointer) (*(pointer) = (value))
-#define CHANNELS_V THREAD_C
+#else
+typedef PASTE(REAL, EDGE_LANES) channels_v;
+#define LOAD_C(pointer) PASTE(vload, EDGE_LANES)(0, (pointer))
+#define STORE_C(value, pointer) PASTE(vstore, EDGE_LANES)((value), 0, (pointer))
 #endif
+#define CHANNELS_V (THREAD_C / EDGE_LANES)
 
 // Adds the products of one input plane, number `part` of those that a tile reads, to the lines of the tile at `lane`, without transforms.
 // Lanes are output channels here. patch: room for what the tile reads, [row][input along width][IC].
@@ -212,7 +228,7 @@ COLD_LOOP
               for (int i = 0; i < GROUP_IC; i++, from++, wt += THREAD_C)
 #pragma unroll
                 for (int n = 0; n < CHANNELS_V; n++) {
-                  const channels_v factor = LOAD_C(wt + n);
+                  const channels_v factor = LOAD_C(wt + n * EDGE_LANES);
 #pragma unroll
                   for (int jh = 0; jh < M_H; jh++)
 #pragma unroll
@@ -226,7 +242,7 @@ COLD_LOOP
 #pragma unroll
             for (int jw = 0; jw < M_W; jw++)
 #pragma unroll
-              for (int n = 0; n < CHANNELS_V; n++) STORE_C(acc[jh][jw][n], results + (jh * M_W + jw) * THREAD_C + n);
+              for (int n = 0; n < CHANNELS_V; n++) STORE_C(acc[jh][jw][n], results + (jh * M_W + jw) * THREAD_C + n * EDGE_LANES);
 COLD_LOOP
           for (int i = 0; i < M_H * M_W * THREAD_C; i++) {
             const int n = i % THREAD_C, q = i / THREAD_C % M_W * PHASES_W + rw, channel = group * GROUP_OC + c + n;
