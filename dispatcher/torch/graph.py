@@ -306,7 +306,7 @@ class Graph:
     def _written(self, target: Any, result: Array) -> Array:
         """A result that is written into the tensor ``target``."""
         if not isinstance(target, Array) or result.layout != target.layout:
-            raise RefusedError("it writes into a tensor of another shape")
+            raise RefusedError("it writes into a tensor of another shape, or into a constant")
         if any(target.cell is cell for cell in self.cut):
             raise RefusedError("it writes into a part of a tensor, or where a part was taken before")
         target.cell[0] = result.value
