@@ -332,7 +332,7 @@ def channel_reason(step: Step) -> str | None:
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
-def whole_planes(step: Normalize | Softmax | Reduce) -> bool:
+def _whole_planes(step: Normalize | Softmax | Reduce) -> bool:
     """Whether ``step`` is over all of space; with fewer than three axes, those that stand in have one place."""
     return all(axis in step.axes or step.input_shape[axis] == 1 for axis in SPATIAL)
 
@@ -352,7 +352,7 @@ def wanted_statistics(step: Step) -> Statistics | str:
             wanted = Statistics("total", form)
         case _:
             return f"{step.op} needs no statistics"
-    if not whole_planes(step):
+    if not _whole_planes(step):
         return f"{step.op} is not over whole planes"
     return wanted
 
@@ -428,7 +428,7 @@ def _over_space(step: Step | None) -> bool:
     """Whether ``step`` is a mean or sum over space."""
     if not isinstance(step, Reduce) or step.form.monoid is not SUM or not step.form.plain:
         return False
-    return whole_planes(step) and set(step.axes) <= set(SPATIAL)
+    return _whole_planes(step) and set(step.axes) <= set(SPATIAL)
 
 
 def _place_bytes(step: Step) -> int:

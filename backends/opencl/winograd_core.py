@@ -24,8 +24,8 @@ def even_weights(weight: np.ndarray, layout: LineLayout) -> bool:
 
     An output may read its tile through one tap alone, at a border or beside zeros, and its error comes from all taps of
     its tile. So the magnitudes of each tap's ``N`` input channels have to add up to ``sqrt(N)/4`` times the largest
-    weight, and no more than an eighth of them may vanish beside it, lest the channels that hold the data be those. The
-    kernel sees to the data (winograd_range.cl).
+    weight, ``N/16`` times where there are fewer than 16, and no more than an eighth of them may vanish beside it, lest
+    the channels that hold the data be those. The kernel sees to the data (winograd_range.cl).
 
     Args:
         weight: ``(IC, OC/groups, KD, KH, KW)``, finite.

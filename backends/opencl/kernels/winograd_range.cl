@@ -7,8 +7,8 @@
 //     1/MOST_APART of those of the tile's largest output. What it reads is then not small beside what the others read.
 //   - No channel dominates what an output reads: in the depth component of the planes that all outputs along depth read (in each one at
 //     borders, where there may be no such plane) the magnitudes of all elements of its window along height and width add up to at least
-//     sqrt(GROUP_IC)/2 times the sum, over the window's columns, of the largest channel's; half as much again where the window is a single
-//     row. An element that an output reads shows here, and small weights cannot happen to hide most of what it reads.
+//     sqrt(GROUP_IC)/2 times, and twice, the sum, over the window's columns, of the largest channel's; where the window is a single row,
+//     to half as much again of the former. An element that an output reads shows here, and small weights cannot happen to hide most of what it reads.
 //     Nor does one column of its window hold nearly all that it reads there: few products round less than their neighbours.
 // At edges, where outputs read one tap of several along two axes, that is so by the geometry, and these tiles are always left to them.
 // winograd.py sees to it that no tap's weights are small beside the others, and few in a tap.
