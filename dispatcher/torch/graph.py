@@ -342,7 +342,7 @@ class Graph:
             if not data.is_floating_point():  # a mask, or whole numbers
                 data = data.to(self.source.meta["val"].dtype)
             if data.shape != shape:
-                data = data.reshape(shape)
+                data = data.reshape([*map(example, shape)])
             if order != tuple(range(len(shape))):
                 data = data.permute(order).contiguous()
             shape = tuple(data.shape)
@@ -371,11 +371,12 @@ class Graph:
         extents = [beside.value.shape[axis] for axis in flat]
         order = sorted(range(len(flat)), key=flat.__getitem__)
         moved = self.tensor(constant, extents, order)
-        first = min(flat)
+        first = min(flat, default=0)
         full = [beside.value.shape[axis] if axis in flat else 1 for axis in all_axes if axis >= first]
         key = (moved, str(full))
         if key not in self._tensors:
-            self._tensors[key] = Tensor(moved.name, moved.data.reshape(full), tuple(full))
+            data = moved.data.reshape([*map(example, full)])
+            self._tensors[key] = Tensor(moved.name, data, tuple(data.shape))
         return self._tensors[key]
 
     def _placed_input(self, constant: Constant, used: Sequence[tuple[int, ...]]) -> Tensor:
