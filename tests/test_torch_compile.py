@@ -169,6 +169,56 @@ def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: 
     assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
 
 
+def test_what_has_a_meaning_only_with_what_follows_ends_no_group() -> None:
+    """Channels put together before a norm, and a gelu by hand; where nothing takes it in, the next group begins."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(2, 2, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(torch.cat([x, self.first(x)], 1))
+            y = self.last(0.5 * y * (1 + torch.erf(y / 2**0.5)))
+            return nn.functional.max_pool2d(torch.erf(y), 2)
+
+    torch._dynamo.reset()
+    module, x = Model(), torch.randn(2, 2, 4, 6)
+    compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+    with torch.no_grad():
+        close(compiled(x), module(x))
+    latest = dispatcher_torch.report().graphs[-1]
+    assert [operators[-1] for _, operators, _ in latest.groups] == ["aten.conv2d.default", "aten.max_pool2d.default"]
+    assert len(latest.groups[0][1]) == 9 and [line.split()[0] for line in latest.left] == ["aten.erf"]
+
+
+class Tokens(nn.Module):
+    """Linear layers on (batch, tokens, features), with a convolution over tokens or without."""
+
+    def __init__(self, conv: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.conv = nn.Conv1d(4, 4, 3) if conv else nn.Identity()
+
+    def forward(self, x: Any) -> Any:
+        y = self.norm(nn.functional.gelu(self.first(x)))
+        return self.last(self.conv(y.mT).mT)
+
+
+def test_linear_layers_run_where_a_convolution_stands_beside_them(opencl: Device) -> None:
+    x = torch.randn(2, 5, 6)
+    for conv in (True, False):
+        torch._dynamo.reset()
+        module = Tokens(conv)
+        compiled = dispatcher_torch.compile(module, (x,), device=opencl.id)
+        with torch.no_grad():
+            for y in (x, torch.cat([x, x])):
+                torch.testing.assert_close(compiled(y), module(y), rtol=2e-4, atol=2e-4, check_stride=True)
+        latest = dispatcher_torch.report().graphs[-1]
+        assert [len(operators) for _, operators, _ in latest.groups] == [7 if conv else 4]
+        assert [("product of matrices is faster" in line) for line in latest.left].count(True) == (0 if conv else 2)
+
+
 def test_numbers_and_data_taken_out_of_the_graph_stay_in_pytorch() -> None:
     class Taken(nn.Module):
         def __init__(self) -> None:

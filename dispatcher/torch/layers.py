@@ -234,36 +234,12 @@ def _convolution(
             graph, [fixed(each) for each in _each(output_padding, count)], spatial, 0
         )
     op = f"conv{'_transpose' if transposed else ''}{graph.draft.rank}d"
-    if source.value.op == "cat" and fields["groups"] == 1:
-        return _convolved_parts(graph, op, source, axes, fields, weight)
     return _result(graph, op, source, axes, fields)
-
-
-def _convolved_parts(
-    graph: Graph, op: str, source: Array, axes: Sequence[int], fields: dict[str, Any], weight: Constant
-) -> Array:
-    """A convolution of channels that were put together: the sum of one of each part, with its share of the weights."""
-    parts = [source.value]
-    while parts[0].op == "cat" and parts[0].source is not None:
-        parts[:1] = [parts[0].source, parts[0].operand]
-    if weight.data is None:
-        raise RefusedError(f"{weight.name} is an input of the module; expected a weight")
-    place, start, total = int("transpose" not in op), 0, None
-    for part in parts:
-        share = weight.data.detach().narrow(place, start, fixed(part.shape[1]))
-        start += share.shape[place]
-        kernel = fields["weight"].shape[2:]
-        of_part = Constant(weight.name, share, tuple(share.shape))
-        given = {**fields, "weight": graph.tensor(of_part, (*share.shape[:2], *kernel))}
-        made = _result(graph, op, source.computed(part), axes, given if total is None else given | {"bias": None})
-        total = made if total is None else combined(graph, "add", total, made)
-    assert total is not None
-    return total
 
 
 @handles("cat", "concat", "concatenate")
 def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
-    """Channels put together, which a convolution may take apart again."""
+    """Channels put together, which later steps take apart again, down to a convolution."""
     arrays = [array_of(each) for each in tensors]
     place = dim % len(arrays[0].layout)
     for i, each in enumerate(arrays):
