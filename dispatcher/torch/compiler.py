@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,12 +55,21 @@ class Report:
         return "\n\n".join(map(str, self.graphs)) or "nothing has been compiled"
 
 
+def new_report() -> GraphReport:
+    """The report of a graph that is being compiled, to be filled in."""
+    found = GraphReport()
+    _reports.append(found)
+    return found
+
+
 def report() -> Report:
     """What the latest graphs that ``compile`` or ``torch.compile`` made run where, and why; ``print`` it."""
     return Report(tuple(_reports))
 
 
-def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") -> torch.nn.Module:
+def compile(
+    module: Any, example_inputs: Sequence[Any], device: str = "auto", *, frozen: bool = False
+) -> torch.nn.Module:
     """Run a module here as far as the vocabulary goes, and in PyTorch otherwise.
 
     The result is a module with the same parameters, which it reads at every call, so that it can be trained and moved
@@ -70,14 +79,21 @@ def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") ->
         module: a ``torch.nn.Module``.
         example_inputs: positional arguments of a call, with which it is compiled.
         device: see :func:`dispatcher.run`.
+        frozen: take the module, in evaluation mode, as it is now: parameters, buffers, attributes, hooks. Nothing of it
+            is looked at again, so that calls are shorter. The result has no parameters and gives no gradients, and
+            takes inputs like the examples; see :class:`dispatcher.torch.freezing.Frozen`.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is wrong; where it is to be frozen, the module is in training mode or cannot be captured.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"the module is {show(module)}; expected a torch.nn.Module")
     parse_request(device)
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    if frozen:
+        from dispatcher.torch.freezing import Frozen
+
+        return Frozen(module, inputs, device)
     compiled: torch.nn.Module = torch.compile(module, backend=partial(backend, device=device))
     for each in inputs:
         if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] > 1:
@@ -92,8 +108,7 @@ def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") ->
 
 def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device: str = "auto") -> Callable[..., Any]:
     """What ``torch.compile(model, backend="dispatcher")`` calls with each graph."""
-    found = GraphReport()
-    _reports.append(found)
+    found = new_report()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
     static = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
@@ -139,28 +154,48 @@ class _Compiled:
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
         } | fold(self.module)
-        pieces, left = pieces_of(graph, weights)
-        self.found.left += places(left)
-        made: dict[Any, Any] = {}
-        for piece in pieces:
-            group = _Group(piece, frozenset(weights), self.device, self.found)
-            with graph.inserting_before(piece.output):
-                call = graph.call_function(group, tuple(made.get(each, each) for each in piece.inputs))
-            made[piece.output] = call
-            call.meta = dict(piece.output.meta)
-            piece.output.replace_all_uses_with(call)
-            for node in reversed(piece.nodes):
-                graph.erase_node(node)
-        graph.lint()
-        self.module.recompile()
+        cut(self.module, weights, self.found, partial(Group, weights=frozenset(weights), device=self.device, found=self.found))
 
 
-class _Group:
+def cut(
+    module: torch.fx.GraphModule,
+    weights: Mapping[Any, torch.Tensor],
+    found: GraphReport,
+    group_of: Callable[[Piece], Group],
+) -> None:
+    """Put groups in the place of the nodes that can run here.
+
+    Args:
+        module: its graph has no dead code.
+        weights: what nodes hold that are weights, buffers and constants.
+        found: to be filled in.
+        group_of: makes the group of a piece.
+    """
+    graph = module.graph
+    pieces, left = pieces_of(graph, weights)
+    found.left += places(left)
+    made: dict[Any, Any] = {}
+    for piece in pieces:
+        group = group_of(piece)
+        with graph.inserting_before(piece.output):
+            call = graph.call_function(group, tuple(made.get(each, each) for each in group.inputs))
+        made[piece.output] = call
+        call.meta = dict(piece.output.meta)
+        piece.output.replace_all_uses_with(call)
+        for node in reversed(piece.nodes):
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+
+
+class Group:
     """Nodes that run here together; in PyTorch where only the reference could run them."""
 
     def __init__(self, piece: Piece, weights: frozenset[Any], device: str, found: GraphReport) -> None:
         self.__name__ = f"group_{next(_numbers)}"
         self.piece, self.device = piece, device
+        #: Nodes of the graph whose values a call takes.
+        self.inputs = piece.inputs
         self.weights = [(place, node) for place, node in enumerate(piece.inputs) if node in weights]
         #: Places of the inputs that a call takes from its caller.
         self.varying = [
@@ -188,17 +223,21 @@ class _Group:
     def run(self, *inputs: Any) -> Any:
         """The value, without gradients."""
         if self.in_torch:
-            return self.piece.module(*inputs)
+            return self.in_eager(inputs)
         compiled, imported = self._ready(inputs)
         named = imported.taken([inputs[place] for place in self.varying])
         prepared = compiled.prepare(**named) if self.found.groups[self.place][2].startswith("(") else None
         if prepared is not None and self._note(prepared.choice.device):
-            return self.piece.module(*inputs)
+            return self.in_eager(inputs)
         result = imported.shown(compiled(**named))
         if self.order is None:
             return result.contiguous()
         laid = result.permute(self.order).contiguous()
         return laid.permute([self.order.index(place) for place in range(len(self.order))])
+
+    def in_eager(self, inputs: Sequence[Any]) -> Any:
+        """The value as PyTorch makes it."""
+        return self.piece.module(*inputs)
 
     def _ready(self, inputs: Sequence[Any]) -> tuple[CompiledOperator, Imported]:
         """The operator, with the weights as they are now."""
@@ -229,7 +268,7 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
     """A group with gradients: they are those of its nodes in PyTorch, which run once more for them."""
 
     @staticmethod
-    def forward(ctx: Any, group: _Group, *inputs: Any) -> Any:
+    def forward(ctx: Any, group: Group, *inputs: Any) -> Any:
         ctx.group = group
         ctx.plain = [None if isinstance(each, torch.Tensor) else each for each in inputs]
         ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in inputs))

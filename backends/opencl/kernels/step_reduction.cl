@@ -47,6 +47,13 @@
 #endif
 
 #if STEP_NORMALIZE
+// `sum` becomes `value`, which is made of it, and changes places with `other`: two sums that do not wait for each other.
+#define IN_TURN(sum, other, value) \
+  {                                \
+    const real_v next = value;     \
+    sum = other;                   \
+    other = next;                  \
+  }
 kernel void normalize_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                            const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
@@ -60,13 +67,13 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
     real_v factor = SPLAT(R(1.0));
     real_v mean = SPLAT(R(0.0)), farthest = mean, scale_lost;
     EACH_RUN {
-      real_v run = SPLAT(R(0.0));
+      real_v run = SPLAT(R(0.0)), other = run;
       EACH_IN_RUN {
-        const real_v apart = APART(shift);
-        run = fma(apart, SPLAT(share), run);
-        farthest = max_v(farthest, fabs(apart));
+        const real_v apart = APART(shift), far = fabs(apart);
+        IN_TURN(run, other, fma(apart, SPLAT(share), run))
+        farthest = (far > farthest) ? far : farthest;  // a NaN is in the mean as well
       }
-      mean += run;
+      mean += run + other;
     }
     mean = coarse(COMBINE_SUM(mean) + shift, COMBINE_MAX(farthest));
     KEPT_SUM(rest)
@@ -74,14 +81,14 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
     for (int pass = 0; pass < 2; pass++) {
       rest = rest_lost = squares = squares_lost = SPLAT(R(0.0));
       EACH_RUN {
-        real_v run = SPLAT(R(0.0)), rest_run = run;
+        real_v run = SPLAT(R(0.0)), other = run, rest_run = run, rest_other = run;
         EACH_IN_RUN {
           const real_v deviation = APART(mean) * factor;
-          rest_run += deviation;
-          run = fma(deviation, deviation, run);
+          IN_TURN(rest_run, rest_other, rest_run + deviation)
+          IN_TURN(run, other, fma(deviation, deviation, run))
         }
-        KEEP(rest, rest_run)
-        KEEP(squares, run)
+        KEEP(rest, rest_run + rest_other)
+        KEEP(squares, run + other)
       }
       squares = COMBINE_SUM(squares);
       if (pass || !OVERFLOWS(squares)) break;
