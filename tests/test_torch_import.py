@@ -397,14 +397,15 @@ CHANNELS_LAST: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANNELS_LAST)
-def test_channels_may_come_last(name: str, backend_device: Device) -> None:
+def test_channels_may_come_last(name: str, opencl: Device) -> None:
     make, shape, wanted = CHANNELS_LAST[name]
     module, x = make(), random(*shape)
+    device = opencl.id if name == "a convolution" else "numpy"
     found = imported(module, x, grow=False)
     assert sorted(steps(found)) == sorted(wanted.split()) and "channels first" in found.problem.title
     more = random(3, shape[1] + 1, *shape[2:])
     for given in (x, more):
-        close(found.run(given, device=backend_device.id), module(given).detach())
+        close(found.run(given, device=device), module(given).detach())
     close(torch.from_numpy(found.run(more.numpy(), device="numpy")), module(more).detach())
 
 
@@ -414,6 +415,25 @@ def test_an_input_of_fewer_axes_than_a_later_step_has() -> None:
     assert steps(imported(module, random(2, 3, 6, 7))) == ["conv3d", "conv3d"]
     with pytest.raises(UnsupportedError, match=r"local_response_norm|aten\.pad .*only spatial axes"):
         import_module(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(2)), (random(2, 3, 6, 7),))
+
+
+IN_PARTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a norm's": (lambda: (nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.PReLU(8)),
+                 "conv2d group_norm minimum scale relu add"),
+    "a depthwise convolution's": (lambda: (nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.AvgPool2d(2)),
+                                  "conv2d conv2d avg_pool2d"),
+    "in groups": (lambda: (nn.ConvTranspose2d(2, 4, 1), nn.ConvTranspose2d(4, 8, 3, 2, groups=2),
+                           nn.BatchNorm2d(8).eval()), "conv_transpose2d conv_transpose2d scale add"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_channels_are_made_in_parts_of_what_a_convolution_began_with(name: str) -> None:
+    make, wanted = IN_PARTS[name]
+    found = imported(Does(lambda x: F.glu(torch.cat([x, x.abs()], 1)[:, :8], 1), *make()), random(2, 2, 5, 6))
+    assert steps(found) == f"{wanted} {wanted} sigmoid scale".split()
+    with pytest.raises(UnsupportedError, match="part of a tensor"):  # groups, or the batch's statistics, would be cut
+        import_module(Does(lambda x: x[:, 1:4].relu(), nn.Conv2d(2, 8, 1), nn.GroupNorm(2, 8)), (random(2, 2, 5, 6),))
 
 
 def test_a_convolution_takes_channels_that_were_put_together() -> None:

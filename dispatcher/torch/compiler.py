@@ -154,7 +154,12 @@ class _Compiled:
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
         } | fold(self.module)
-        cut(self.module, weights, self.found, partial(Group, weights=frozenset(weights), device=self.device, found=self.found))
+        cut(
+            self.module,
+            weights,
+            self.found,
+            partial(Group, weights=frozenset(weights), device=self.device, found=self.found),
+        )
 
 
 def cut(

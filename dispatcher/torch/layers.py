@@ -24,6 +24,7 @@ from dispatcher.torch.aten import (
     reduced,
     unit_axes,
 )
+from dispatcher.torch.channels import some_channels
 from dispatcher.torch.draft import RefusedError, example, extents, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, assign, equal, placed, whole
 
@@ -367,21 +368,11 @@ def _slice(graph: Graph, x: Any, dim: int = 0, start: Any = None, step: int = 1,
 
 
 def _channels(graph: Graph, array: Array, dim: int, start: int, length: int) -> Array:
-    """Some of the channels that a convolution makes: those that it makes with a part of its weights."""
-    value, dim = array.value, dim % len(array.layout)
-    weight, bias = value.fields.get("weight"), value.fields.get("bias")
-    if not (value.op.startswith("conv") and value.fields.get("groups", 1) == 1 and array.layout[dim] == (1,)):
-        raise RefusedError("it takes a part of a tensor, other than channels of a convolution's result")
-    assert value.source is not None
-    fields = dict(value.fields)
-    for name, each, place in (("weight", weight, int("transpose" in value.op)), ("bias", bias, 0)):
-        if each is None:
-            continue
-        if each.data is None:
-            raise RefusedError(f"it takes a part of the channels that {each.name} makes, which is an input")
-        part = each.data.narrow(place, start, length)
-        fields[name] = graph.tensor(Constant(each.name, part, tuple(part.shape)))
-    made = graph.draft.step(value.op, value.source, [*value.shape[:1], length, *value.shape[2:]], **fields)
+    """Some of the channels of a tensor, which steps make of parts of a convolution's weights."""
+    dim %= len(array.layout)
+    made = some_channels(graph.draft, array.value, start, length) if array.layout[dim] == (1,) else None
+    if made is None:
+        raise RefusedError("it takes a part of a tensor, other than channels that come of a convolution's result")
     layout = [() if place == dim and length == 1 else axes for place, axes in enumerate(array.layout)]
     sizes = [length if place == dim else size for place, size in enumerate(array.sizes)]
     result = Array([made], tuple(layout), tuple(sizes))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from dispatcher.torch.draft import Draft, Tensor, Value, fixed, is_one
+from dispatcher.torch.channels import apart
+from dispatcher.torch.draft import Draft, Value
 
 Rule = Callable[[Draft, Value], Value | None]
 
@@ -212,68 +212,6 @@ def leaky_relu(draft: Draft, value: Value) -> Value | None:
         if isinstance(slope, float) and 0 <= slope <= 1:
             return draft.step("leaky_relu", x, slope=slope)
     return None
-
-
-# ---- channels that were put together ----------------------------------------------------------------------
-def apart(draft: Draft, value: Value) -> Value | None:
-    """What a step makes of channels that were put together, made of each part: for a convolution, their sum."""
-    whole, op = value.source, value.op
-    if whole is None or whole.op != "cat" or op in ("cat", "grouped", "pad") or 1 in value.fields.get("axis", ()):
-        return None
-    summed = op.startswith("conv") and value.fields.get("groups", 1) == 1
-    parts, result = _parts(whole), None
-    for place, part in enumerate(parts):
-        names = [name for name in value.fields if not (summed and name == "bias")]
-        fields = {name: _share(draft, value, name, parts, place) for name in names}
-        if None in fields.values():
-            return None
-        if summed and place == 0:
-            fields["bias"] = value.fields.get("bias")
-        channels = value.shape[1] if summed else value.shape[1] * part.shape[1] // whole.shape[1]
-        made = draft.step(op, part, (value.shape[0], channels, *value.shape[2:]), **fields)
-        if result is None:
-            result = made
-        elif summed:
-            result = draft.step("add", result, value=made)
-        else:
-            shape = (made.shape[0], result.shape[1] + made.shape[1], *made.shape[2:])
-            result = draft.step("cat", result, shape, value=made)
-            result.node = whole.node  # which is what there is no step for
-    return result
-
-
-def _parts(value: Value) -> list[Value]:
-    """What was put together, in order."""
-    if value.op == "cat" and value.source is not None:
-        return [*_parts(value.source), *_parts(value.operand)]
-    return [value]
-
-
-def _share(draft: Draft, value: Value, name: str, parts: list[Value], place: int) -> Any:
-    """What a field of a step is for one of the parts; None where parts have none of their own."""
-    each = value.fields[name]
-    sizes = [fixed(part.shape[1]) for part in parts]
-    start, count, channels = sum(sizes[:place]), sizes[place], sum(sizes)
-    if name == "groups" and each > 1:
-        return each * count // channels if each * start % channels == each * count % channels == 0 else None
-    if isinstance(each, Value) and not is_one(each.shape[1]):
-        others = _parts(each)
-        return others[place] if [other.shape[1] for other in others] == sizes else None
-    if not isinstance(each, Tensor):
-        return each
-    axis = len(each.shape) - draft.rank - 1 if each.along is None else [*each.along, 1].index(1)
-    if name in ("weight", "bias"):  # in groups, a convolution's outputs are a part's own, else its inputs alone
-        axis = int(value.op.startswith("conv") and "transpose" not in value.op and value.fields.get("groups", 1) == 1)
-    if not 0 <= axis < len(each.shape) or each.shape[axis] == 1:
-        return each
-    if each.data is None:
-        return None
-    size = each.shape[axis]
-    key = (each, axis, start * size // channels, count * size // channels)
-    if key not in draft.shares:
-        data = each.data.narrow(*key[1:])
-        draft.shares[key] = Tensor(each.name, data, tuple(data.shape))
-    return draft.shares[key]
 
 
 # ---- reductions and norms ----------------------------------------------------------------------------------
