@@ -84,7 +84,8 @@ def compile(
             takes inputs like the examples; see :class:`dispatcher.torch.freezing.Frozen`.
 
     Raises:
-        InputError: an argument is wrong; where it is to be frozen, the module is in training mode or cannot be captured.
+        InputError: an argument is wrong; or the module, where it is to be frozen, is in training mode or cannot be
+            captured.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"the module is {show(module)}; expected a torch.nn.Module")
@@ -154,7 +155,12 @@ class _Compiled:
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
         } | fold(self.module)
-        cut(self.module, weights, self.found, partial(Group, weights=frozenset(weights), device=self.device, found=self.found))
+        cut(
+            self.module,
+            weights,
+            self.found,
+            partial(Group, weights=frozenset(weights), device=self.device, found=self.found),
+        )
 
 
 def cut(
