@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -47,6 +47,8 @@ PROGRAM = "networks"
 REPEATS, SEED = 9, 0
 #: A result that differs from float64's by more than this share of the largest value is wrong.
 TOLERANCE = 1e-4
+#: Behind a device's name: the contender whose module is not frozen.
+GUARDED = "-guarded"
 
 Call = Callable[[Any], Any]
 
@@ -142,10 +144,11 @@ def channels_last(module: nn.Module, x: Any) -> tuple[nn.Module, Call]:
     return copy.deepcopy(module).to(memory_format=layout), lambda y: y.to(memory_format=layout)
 
 
-def torch_peer(module: nn.Module, x: Any, *, last: bool, compiled: bool) -> Call:
-    """PyTorch, eager or compiled by Inductor."""
+def torch_peer(module: nn.Module, x: Any, *, last: bool, compiled: bool = False, frozen: bool = False) -> Call:
+    """PyTorch, eager or compiled by Inductor, which may take weights for constants."""
     module, convert = channels_last(module, x) if last else (module, lambda y: y)
-    run = torch.compile(module, dynamic=False, fullgraph=True) if compiled else module
+    options = {"freezing": True} if frozen else None
+    run = torch.compile(module, dynamic=False, fullgraph=True, options=options) if compiled else module
     return lambda y: run(convert(y)).contiguous()
 
 
@@ -160,18 +163,29 @@ def openvino_peer(module: nn.Module, x: Any) -> Call:
     return lambda y: torch.from_numpy(compiled(y.numpy(), share_inputs=True, share_outputs=True)[0])
 
 
-def ours(module: nn.Module, x: Any, device: str) -> Call:
+def ours(module: nn.Module, x: Any, device: str, *, frozen: bool) -> Call:
     """What users get of ``dispatcher.torch.compile``."""
     import dispatcher.torch
 
-    return dispatcher.torch.compile(module, (x,), device=device)
+    return dispatcher.torch.compile(module, (x,), device=device, frozen=frozen)
+
+
+def our_labels(devices: Sequence[Device]) -> dict[str, str]:
+    """What each of our contenders is called: frozen modules, as OpenVINO's are, and those that can be trained on."""
+    labels = {}
+    for device in devices:
+        labels[device.id] = common.device_label(device)
+        labels[device.id + GUARDED] = f"{common.device_label(device)}, not frozen"
+    return labels
 
 
 PEERS: dict[str, Callable[[nn.Module, Any], Call]] = {
-    "eager": partial(torch_peer, last=False, compiled=False),
-    "channels-last": partial(torch_peer, last=True, compiled=False),
+    "eager": partial(torch_peer, last=False),
+    "channels-last": partial(torch_peer, last=True),
     "inductor": partial(torch_peer, last=False, compiled=True),
     "inductor-channels-last": partial(torch_peer, last=True, compiled=True),
+    "inductor-frozen": partial(torch_peer, last=False, compiled=True, frozen=True),
+    "inductor-frozen-channels-last": partial(torch_peer, last=True, compiled=True, frozen=True),
     "openvino": openvino_peer,
 }
 
@@ -214,7 +228,10 @@ def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     with FlopCounterMode(display=False) as counter:
         result = module(x)
     numbers = sum(each.numel() for each in (x, result, *module.parameters()))
-    makers = {each: PEERS[each] for each in settings.peers} | {d.id: partial(ours, device=d.id) for d in devices}
+    makers: dict[str, Callable[[nn.Module, Any], Call]] = {each: PEERS[each] for each in settings.peers}
+    for device in devices:
+        makers[device.id] = partial(ours, device=device.id, frozen=True)
+        makers[device.id + GUARDED] = partial(ours, device=device.id, frozen=False)
     turns: dict[str, Callable[[], float]] = {}
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -239,10 +256,10 @@ def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     return {**facts, "results": results, "failures": failures}
 
 
-def conclude(case: dict[str, Any], devices: Sequence[Device], threshold: float) -> None:
-    """Put the statistics into a case: summaries, the best peer, ratios."""
+def conclude(case: dict[str, Any], labels: Collection[str], threshold: float) -> None:
+    """Put the statistics into a case: summaries, the best peer, ratios of ours, which ``labels`` names."""
     times = {each: common.add_statistics(result, threshold) for each, result in case["results"].items()}
-    mine = [each.id for each in devices if each.id in times]
+    mine = [each for each in labels if each in times]
     best = min(times.keys() - {*mine}, key=lambda each: times[each].median_s, default=None)
     case["best_peer"] = best
     case["ratios"] = {} if best is None else {each: asdict(ratio(times[best], times[each])) for each in mine}
@@ -312,9 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(cores())
     with torch.no_grad():
         cases = common.until_interrupted(partial(measure, name, run.devices, run) for name in settings.only)
+    labels = our_labels(run.devices)
     for case in cases:
-        conclude(case, run.devices, run.threshold)
-    labels = {device.id: common.device_label(device) for device in run.devices}
+        conclude(case, labels, run.threshold)
     report = run.report(labels=labels, tolerance=TOLERANCE, cases=cases)
     if settings.add is not None:
         kept = json.loads(settings.add.read_text(encoding="utf-8"))

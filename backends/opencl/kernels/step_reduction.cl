@@ -54,6 +54,13 @@
     sum = other;                   \
     other = next;                  \
   }
+#define KEEP_IN_TURN(sum, other, term)                               \
+  {                                                                  \
+    const real_v before = other, before_lost = other##_lost;         \
+    other = sum, other##_lost = sum##_lost;                          \
+    sum = before, sum##_lost = before_lost;                          \
+    KEEP(other, term)                                                \
+  }
 kernel void normalize_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                            const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
@@ -79,6 +86,8 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
     KEPT_SUM(rest)
     KEPT_SUM(squares)
     for (int pass = 0; pass < 2; pass++) {
+      KEPT_SUM(other_rest)
+      KEPT_SUM(other_squares)
       rest = rest_lost = squares = squares_lost = SPLAT(R(0.0));
       EACH_RUN {
         real_v run = SPLAT(R(0.0)), other = run, rest_run = run, rest_other = run;
@@ -87,9 +96,11 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
           IN_TURN(rest_run, rest_other, rest_run + deviation)
           IN_TURN(run, other, fma(deviation, deviation, run))
         }
-        KEEP(rest, rest_run + rest_other)
-        KEEP(squares, run + other)
+        KEEP_IN_TURN(rest, other_rest, rest_run + rest_other)
+        KEEP_IN_TURN(squares, other_squares, run + other)
       }
+      KEEP(rest, other_rest)
+      KEEP(squares, other_squares)
       squares = COMBINE_SUM(squares);
       if (pass || !OVERFLOWS(squares)) break;
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
@@ -125,7 +136,7 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
-        const real_v e = exp_v(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
+        const real_v e = exp_below_v(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
         store_lanes(e, y + base + OFFSET, LEFT);
         run += e;
       }
