@@ -115,7 +115,20 @@ class Factored(nn.Module):
 
 
 def video(widths: Sequence[int], classes: int) -> nn.Sequential:
-    """A classifier of short videos, a stack of factored blocks."""
+    """A classifier of short videos, convolutions over space and time with pools between them (after Tran et al.,
+    "Learning spatiotemporal features with 3D convolutional networks", 2015)."""
+    layers: list[nn.Module] = []
+    for level, (ins, outs) in enumerate(itertools.pairwise((3, *widths))):
+        for each in (ins,) if level < 2 else (ins, outs):
+            layers += [nn.Conv3d(each, outs, 3, padding=1, bias=False), nn.BatchNorm3d(outs), nn.ReLU(True)]
+        if outs != widths[-1]:
+            layers.append(nn.MaxPool3d((2 if level else 1, 2, 2)))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+
+
+def factored_video(widths: Sequence[int], classes: int) -> nn.Sequential:
+    """A classifier of short videos whose convolutions are over space or over time (after Tran et al., "A closer look at
+    spatiotemporal convolutions for action recognition", 2018)."""
     stem = nn.Conv3d(3, widths[0], (1, 7, 7), (1, 2, 2), (0, 3, 3), bias=False)
     layers: list[nn.Module] = [
         stem,
@@ -134,6 +147,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "decoder-2d": (partial(decoder, 2, (128, 64, 32, 16), 3), (4, 128, 16, 16)),
     "decoder-3d": (partial(decoder, 3, (64, 32, 16), 1), (1, 64, 16, 16, 16)),
     "video": (partial(video, (16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
+    "video-factored": (partial(factored_video, (16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
 }
 
 
