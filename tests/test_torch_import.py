@@ -689,6 +689,18 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_pytorch_can_take_apart_is_not_named() -> None:
+    def function(x: Any, m: Any) -> Any:
+        y = torch.einsum("nchw,oc->nohw", x, m.weight)
+        y = torch.lerp(x, y, 0.3)
+        y = torch.einsum("nchw,ndhw->ncdh", x, y)
+        return torch.sin(y)
+
+    with pytest.raises(UnsupportedError, match="2 nodes") as caught:
+        import_module(Does(function, weight=random(4, 4)), (random(2, 4, 5, 5),))
+    assert [each.operator for each in caught.value.nodes] == ["aten.einsum", "aten.sin"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [

@@ -17,7 +17,7 @@ from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.torch.draft import SymbolicError, write, yaml_text
-from dispatcher.torch.graph import NO_STEP, Constant, Graph
+from dispatcher.torch.graph import NO_STEP, Constant, Graph, Unsupported
 from dispatcher.torch.layers import HANDLERS
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -188,9 +188,18 @@ def _translated(program: Any, title: str, name: str) -> Imported:
         parts = {target: table[target] for target in without if target in table}
         if not parts:
             raise
-        with contextlib.suppress(UnsupportedError):
+        try:
             return _mapped(program.run_decompositions(parts), title, name)
-        raise
+        except UnsupportedError as other:
+            left: list[Any] = list(other.nodes)
+        names = {origin.name for each in left for origin in each.node.meta.get("from_node", ())}
+        still = [each for each in missing if each.node.target not in parts or each.node.name in names]
+        raise _unsupported(still or missing) from error
+
+
+def _unsupported(missing: Sequence[Unsupported]) -> UnsupportedError:
+    many = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"
+    return UnsupportedError(f"{many} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
 
 
 def _mapped(program: Any, title: str, name: str) -> Imported:
@@ -253,9 +262,7 @@ def translate(
             break
     if last is None:
         graph = max(graphs, key=lambda each: nodes.index(next(iter(each.unsupported), nodes[-1])))
-        missing = list(graph.unsupported.values())
-        many = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"
-        raise UnsupportedError(f"{many} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
+        raise _unsupported(list(graph.unsupported.values()))
     graph, (value, layout) = graphs[-1], last
     kept = sorted(axis for axes in layout for axis in axes)
     all_axes = (0, 1, *graph.draft.spatial)
