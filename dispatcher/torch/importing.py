@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,8 +89,15 @@ class Imported:
             given[name] = x.reshape([size.get(axis, 1) for axis in range(len(self._mapping["parameters"][name]))])
         return given
 
+    @cached_property
+    def _is_shown(self) -> bool:
+        """Whether the problem's result is the module's."""
+        return self._shown == tuple((place,) for place in range(len(self._shown)))
+
     def shown(self, result: Any) -> Any:
         """The module's result that the problem's ``result`` is."""
+        if self._is_shown:
+            return result
         order = [place for places in self._shown for place in places]
         if order != sorted(order):
             result = _permuted(result, order)
