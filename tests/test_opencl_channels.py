@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from dispatcher.problem.operator import Operator
-from tests.strategies import DEVICES, Place, call_on, operator_of, tensors_of
+from tests.strategies import DEVICES, Place, call_on, checked_run, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
 
+from dispatcher.backends.opencl import lines
 from dispatcher.backends.opencl.channels import ChannelLayout, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.classes import device_class
 from dispatcher.backends.opencl.lines import choose
@@ -30,9 +31,10 @@ def conv(
 ) -> Operator:
     """An ordinary convolution, or with ``stride`` a transposed one, between other steps."""
     groups, transposed = given.get("groups", 1), "output_padding" in given
+    added = {"r": (shape[0], out, *shape[2:])} if {"op": "add", "value": "r"} in after else {}
     channels = (shape[1], out // groups) if transposed else (out, shape[1] // groups)
     step = {"op": "conv_transpose3d" if transposed else "conv3d", "weight": "w", **given}
-    return operator_of({"x": shape, "w": (*channels, *kernel)}, [*before, step, *after])
+    return operator_of({"x": shape, "w": (*channels, *kernel), **added}, [*before, step, *after])
 
 
 OPERATORS = {
@@ -88,6 +90,38 @@ def test_sums_of_integers_are_exact(place: Place, name: str) -> None:
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
         else:
             assert np.array_equal(result, expected), form
+
+
+#: Each with a line form. Boxes outside the tensor, ragged register tiles of two groups, planes of a box, a whole tensor
+#: that is added; rows that leave statistics; rows in parts.
+EARLY = {
+    "rows": conv((2, 4, 3, 7, 37), 10, (3, 3, 3), {"op": "add", "value": "r"}, "relu", padding=1, groups=2),
+    "flat": conv((1, 3, 3, 9, 21), 6, (1, 3, 4), "instance_norm", padding=[0, 1, 0], stride=[1, 2, 1]),
+    "parts": conv((1, 3, 1, 1, 1700), 5, (1, 1, 3), stride=[1, 1, 3], padding=[0, 0, 5]),
+}
+
+
+@pytest.mark.parametrize("place", HERE, ids=str)
+def test_rows_that_are_stored_as_soon_as_they_are_complete(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of results that outgrow the caches are: into an array whose rows are all looked at."""
+    place.need()
+    monkeypatch.setattr(Resources, "hold", lambda *_: False)
+    lines.best.cache_clear()
+    early: list[bool] = []
+    stores_early = lines.stores_early
+    monkeypatch.setattr(lines, "stores_early", lambda *given: early.append(stores_early(*given)) or early[-1])
+    try:
+        for form, operator in EARLY.items():
+            tensors = tensors_of(operator)
+            options = {"algorithm": "direct", "line": form.replace("parts", "rows"), "fusion": "eager"}
+            options |= {"tile": "4x2"} if form == "parts" else {"tile": "4x2", "box": "2x3"}
+            call = call_on(operator, tensors, place.device, options)
+            _, comparison = checked_run(call, tensors)
+            assert comparison.passed, (form, comparison)
+            assert (form == "parts") == ("1x1x" in str(call.choice.executable.launches[0].detail["box"]))
+        assert early == [True, True, True]
+    finally:
+        lines.best.cache_clear()
 
 
 def geometry(channels: int, extent: int, kernel: int, stride: int = 1, padding: int = 0) -> ConvGeometry:

@@ -41,7 +41,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
+from dispatcher.backends.opencl.tiles import STORED_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Pool
@@ -64,6 +64,21 @@ STREAM_BYTES = 8 << 20
 STREAM_INTERMEDIATE_BYTES = 48 << 20
 
 
+def resources_of(facts: Facts, real: np.dtype[Any]) -> Resources:
+    """What a device offers to launches that compute in ``real``."""
+    return Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+
+
+def stores_early(layout: LineLayout, group: Group, resources: Resources) -> bool:
+    """Whether rows are stored as soon as register tiles have made them, so that memory takes them meanwhile.
+
+    Results that the caches hold gain nothing. Nothing may work on whole lines, and a line has to hold rows as they are.
+    """
+    tile, geometry = layout.tile, layout.geometry
+    whole = len(group.parts) == 1 and not tile.winograd and all(axis.stride == 1 for axis in geometry.axes)
+    return whole and tile.thread_c <= STORED_CHANNELS and not resources.hold(geometry)
+
+
 def ranked(
     geometry: ConvGeometry,
     fold: Fold | None,
@@ -78,7 +93,7 @@ def ranked(
     flat = None if options.line is None else options.line == "flat"
     channels = options.line == "channels"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
-    resources = Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+    resources = resources_of(facts, real)
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:
@@ -213,7 +228,9 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
     stream = math.prod(shape) * real.itemsize > stays
     kernel = "conv_winograd" if tile.winograd else "conv_direct"
-    text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
+    early = stores_early(layout, group, resources_of(target.facts, real))
+    fetch = group.stored and not stream and target.facts.any_pointer
+    text, operands, scratch = render(layout, group, kernel, stream=stream, early=early, fetch=fetch, real=real)
     items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
@@ -261,7 +278,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
 
 
 def render(
-    layout: LineLayout, group: Group, kernel: str, *, stream: bool, real: np.dtype[Any]
+    layout: LineLayout, group: Group, kernel: str, *, stream: bool, early: bool, fetch: bool, real: np.dtype[Any]
 ) -> tuple[str, KernelOperands, int]:
     """Source text of a group, what it reads, and the elements of scratch that a worker needs.
 
@@ -270,6 +287,8 @@ def render(
         group: what to run.
         kernel: its name.
         stream: write the result past the caches.
+        early: store rows as soon as they are complete; see :func:`stores_early`.
+        fetch: then have the cache bring in the lines that will be written.
         real: float32 or float64.
     """
     convolution, output = group.convolution, group.steps[-1].shape
@@ -329,6 +348,8 @@ def render(
         "OUT_W": output[4],
         "USE_FOLD": layout.fold is not None,
         "USE_STREAM": stream,
+        "USE_PREFETCH": fetch,
+        "STORE_EARLY": early,
         **core,
     }
     scratch = layout.core_size
@@ -393,6 +414,7 @@ def render(
         tail_macro("STORE_TAIL", store, "x"),
         section("row_statistics.cl"),
         section("rows.cl"),
+        section("line_store.cl"),
         core_text,
         section(SOURCE),
     )
@@ -443,5 +465,7 @@ def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
         + table("PART_EXTENT", [extent for _, extent in parts.values()])
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
+        + table("CHUNK_WIDE", [int(chunk.width > 1) for chunk in layout.chunks])
+        + table("CHUNK_ROWS", layout.rows_done)
     )
     return values, tables, section("core_direct.cl")

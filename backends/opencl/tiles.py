@@ -239,7 +239,7 @@ class LineLayout:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The register tiles of one line, wide ones first."""
+        """The register tiles of one line, in order."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
             spans = [(0, 0, 0, (self.line_rows - 1) * self.pitch + self.span)]
@@ -255,7 +255,12 @@ class LineLayout:
                 rows = [min(end // self.pitch, self.line_rows - 1) if self.tile.flat else h for end in ends]
                 chunks.append(Chunk(x + done * vec, line + done * vec, width, *rows))
                 done += width
-        return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
+        return tuple(chunks)
+
+    @cached_property
+    def rows_done(self) -> tuple[int, ...]:
+        """After each register tile, the rows of a line that no later one computes a part of."""
+        return (*(chunk.first_h for chunk in self.chunks[1:]), self.line_rows)
 
     @cached_property
     def line(self) -> int:
@@ -353,6 +358,9 @@ def box_unit(axis: AxisGeometry, window: int) -> int:
     return math.lcm(axis.stride, window) // axis.stride
 
 
+#: Output channels of a register tile, at most, whose rows go to memory while the next tile is computed. With more, too
+#: much goes there at once.
+STORED_CHANNELS = 4
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
 #: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
@@ -416,6 +424,10 @@ class Resources:
     itemsize: int
     cache_bytes: int
     units: int
+
+    def hold(self, geometry: ConvGeometry) -> bool:
+        """Whether the cores' caches hold a convolution's results."""
+        return math.prod(geometry.output_shape) * self.itemsize <= self.units * self.cache_bytes
 
 
 def units(geometry: ConvGeometry, fold: Fold | None, outputs: tuple[int, int, int]) -> tuple[int, int]:
@@ -510,7 +522,8 @@ def ranked_tiles(
             if fits or place == 0:
                 items = math.prod(layout.boxes)
                 cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
-                # Within the error of the estimates aligned rows win, then the class's order of register tiles, then
-                # the box that leaves most of the cache to the rest.
-                candidates.append((cost if fits else 1.5 * cost, (flat, number, size), tile))
+                # Within the error of the estimates tiles win with which memory keeps up where it has to, then aligned
+                # rows, the class's order of register tiles, and the box that leaves most of the cache to the rest.
+                late = fold is None and tile.thread_c > STORED_CHANNELS and not resources.hold(geometry)
+                candidates.append((cost if fits else 1.5 * cost, (late, flat, number, size), tile))
     return best_first(candidates)
