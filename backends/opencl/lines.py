@@ -41,7 +41,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import STORED_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted
+from dispatcher.backends.opencl.tiles import STORED_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted, merged_shape
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Pool
@@ -49,6 +49,8 @@ from dispatcher.ops.steps import Pool
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
+#: With one axis transformed, four weights stand for three and pass by once for each box, which estimates leave out.
+WORTHWHILE_ONE_AXIS = 1.1
 #: Output channels in the lanes have to save something: estimates are no better, and compilers take longer over them.
 CHANNELS_WORTHWHILE = 1.08
 #: Below this, Winograd is not chosen: a call is too short to matter.
@@ -165,7 +167,8 @@ def choose(
         return direct, "too little work an image for Winograd to matter"
     winograd_work, winograd_tile = best(geometry, fold, facts, real, options, transformed=True)
     ratio = direct_work / winograd_work
-    if ratio < WORTHWHILE:
+    one_axis = sum(outputs > 1 for outputs in winograd_tile.outputs) == 1
+    if ratio < (WORTHWHILE_ONE_AXIS if one_axis else WORTHWHILE):
         return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"
     return winograd_tile, f"estimated {ratio:.2f} times the speed of the direct core"
 
@@ -210,11 +213,14 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, reason: str) -> Lowered:
+def lower_lines(
+    group: Group, geometry: ConvGeometry, target: Target, real: np.dtype[Any], tile: Tile, reason: str
+) -> Lowered:
     """Lower a group that begins with a convolution.
 
     Args:
         group: what to run.
+        geometry: the convolution's, or the same with its last axes as one, where nothing tells the rows apart.
         target: the device.
         real: float32 or float64.
         tile: its core and its blocks.
@@ -222,7 +228,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     """
     convolution = group.convolution
     assert convolution is not None
-    layout = layout_of(convolution.geometry, None if group.fold is None else group.fold[0], tile)
+    layout = layout_of(geometry, None if group.fold is None else group.fold[0], tile)
     shape = group.steps[-1].shape
     final = group.output == len(group.operator.steps)
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
@@ -234,15 +240,18 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
+    def contraction(weight: np.ndarray) -> np.ndarray:
+        return convolution.contraction_weight(weight).reshape(geometry.weight_shape)
+
     def pack(weight: np.ndarray) -> np.ndarray:
-        weight = convolution.contraction_weight(weight)
+        weight = contraction(weight)
         direct = pack_direct_weights(weight, layout)
         if isinstance(layout, WinogradLayout):
             return np.concatenate((direct, winograd_core.pack_winograd_weights(weight, layout)))
         return direct
 
     def suited(weight: np.ndarray) -> bool:
-        return not tile.winograd or winograd_core.even_weights(convolution.contraction_weight(weight), layout)
+        return not tile.winograd or winograd_core.even_weights(contraction(weight), layout)
 
     detail: dict[str, str | int | float] = {
         "why": reason,
@@ -294,7 +303,10 @@ def render(
     convolution, output = group.convolution, group.steps[-1].shape
     assert convolution is not None
     g, tile = layout.geometry, layout.tile
-    operands = KernelOperands(padding=tile.thread_c)
+    if layout.fold is None:
+        output = (*output[:2], *g.output_shape[2:])
+    whole = convolution.shape
+    operands = KernelOperands(tile.thread_c, lambda shape: merged_shape(shape, whole, g.output_shape))
     line = layout.line
     core, core_tables, core_text = _core(layout)
     first, *rest = group.parts

@@ -8,7 +8,7 @@ which wastes fewer lanes when a row is not a multiple of the vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -16,6 +16,7 @@ from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from dispatcher.ops.steps import Shape
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,45 @@ class Tile:
     def winograd(self) -> bool:
         """Whether the core is Winograd's."""
         return max(self.outputs) > 1
+
+
+#: Inputs of a row that axes are merged to, at most: the kernel counts them in 32 bits.
+MOST_POSITIONS = 1 << 30
+
+
+def merged(geometry: ConvGeometry) -> ConvGeometry:
+    """The same convolution with the last axes as one, where no window leaves a row, or a plane.
+
+    Where the kernel's extent along width is 1, rows one behind another are one long row, and taps lie whole rows apart.
+    """
+    while geometry.depth.input * geometry.height.input > 1:
+        height, width = geometry.height, geometry.width
+        if (
+            width.kernel > 1
+            or {height.step, width.step} != {1}
+            or max(height.input, height.dilation) * width.input > MOST_POSITIONS
+        ):
+            break
+        if (height.ordinary_padding, width.ordinary_padding) != ((0, 0), (0, 0)):
+            break
+        extent, apart = height.input * width.input, height.dilation * width.input
+        row = AxisGeometry.ordinary("width", extent, height.kernel, dilation=apart)
+        geometry = replace(geometry, depth=AxisGeometry.ordinary("depth", 1, 1), height=geometry.depth, width=row)
+    return geometry
+
+
+def merged_shape(shape: Shape, whole: Shape, into: Shape) -> Shape | None:
+    """The shape of an operand of a value ``whole`` whose last axes :func:`merged` has made one, so that it is ``into``.
+
+    None where the operand varies along some of these axes only.
+    """
+    first = 3 if into[3:] == (whole[2], whole[3] * whole[4]) else 2
+    ends = shape[first:]
+    if whole == into:
+        return shape
+    if ends != whole[first:] and math.prod(ends) > 1:
+        return None
+    return (*shape[:2], 1, shape[2] if first == 3 else 1, math.prod(ends))
 
 
 def odd_lines(elements: int) -> int:
