@@ -217,7 +217,7 @@ def multiply_adds(executable: Any) -> float:
     runtime, at = executable._runtime, convolution_of(executable)
     target = Target(runtime.facts, limits_of(runtime), runtime.identity)
     task = tasks_of(executable._operator, target, executable._options, [])[at]
-    geometry, fold = task.group.convolution.geometry, task.group.fold
+    geometry, fold = task.geometry, task.group.fold
     if executable.launches[at].algorithm != "winograd":
         return geometry.flops / 2
     layout = layout_of(geometry, None if fold is None else fold[0], task.lines[0])

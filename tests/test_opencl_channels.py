@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from dispatcher.problem.operator import Operator
-from tests.strategies import DEVICES, Place, call_on, operator_of, tensors_of
+from tests.strategies import DEVICES, Place, call_on, checked_run, operator_of, tensors_of
 
 pytest.importorskip("pyopencl")
 
+from dispatcher.backends.opencl import lines
 from dispatcher.backends.opencl.channels import ChannelLayout, ranked_channel_tiles, suits
 from dispatcher.backends.opencl.classes import device_class
+from dispatcher.backends.opencl.implementations import tasks_of
 from dispatcher.backends.opencl.lines import choose
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.target import Facts, Limits, Target
@@ -30,9 +32,11 @@ def conv(
 ) -> Operator:
     """An ordinary convolution, or with ``stride`` a transposed one, between other steps."""
     groups, transposed = given.get("groups", 1), "output_padding" in given
+    added = {"r": given.pop("added")} if "added" in given else {}
+    after = (*({"op": "add", "value": name} for name in added), *after)
     channels = (shape[1], out // groups) if transposed else (out, shape[1] // groups)
     step = {"op": "conv_transpose3d" if transposed else "conv3d", "weight": "w", **given}
-    return operator_of({"x": shape, "w": (*channels, *kernel)}, [*before, step, *after])
+    return operator_of({"x": shape, "w": (*channels, *kernel), **added}, [*before, step, *after])
 
 
 OPERATORS = {
@@ -90,6 +94,63 @@ def test_sums_of_integers_are_exact(place: Place, name: str) -> None:
             assert np.array_equal(result, expected), form
 
 
+#: Each with a line form. Boxes outside the tensor, ragged register tiles of two groups, planes of a box, a whole tensor
+#: that is added; rows that leave statistics; rows in parts.
+EARLY = {
+    "rows": conv((2, 4, 3, 7, 37), 10, (3, 3, 3), "relu", padding=1, groups=2, added=(2, 10, 3, 7, 37)),
+    "flat": conv((1, 3, 3, 9, 21), 6, (1, 3, 4), "instance_norm", padding=[0, 1, 0], stride=[1, 2, 1]),
+    "parts": conv((1, 3, 1, 1, 1700), 5, (1, 1, 3), stride=[1, 1, 3], padding=[0, 0, 5]),
+}
+
+
+@pytest.mark.parametrize("place", HERE, ids=str)
+def test_rows_that_are_stored_as_soon_as_they_are_complete(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of results that outgrow the caches are: into an array whose rows are all looked at."""
+    place.need()
+    monkeypatch.setattr(Resources, "hold", lambda *_: False)
+    lines.best.cache_clear()
+    early: list[bool] = []
+    stores_early = lines.stores_early
+    monkeypatch.setattr(lines, "stores_early", lambda *given: early.append(stores_early(*given)) or early[-1])
+    try:
+        for form, operator in EARLY.items():
+            tensors = tensors_of(operator)
+            options = {"algorithm": "direct", "line": form.replace("parts", "rows"), "fusion": "eager"}
+            options |= {"tile": "4x2"} if form == "parts" else {"tile": "4x2", "box": "2x3"}
+            call = call_on(operator, tensors, place.device, options)
+            _, comparison = checked_run(call, tensors)
+            assert comparison.passed, (form, comparison)
+            assert (form == "parts") == ("1x1x" in str(call.choice.executable.launches[0].detail["box"]))
+        assert early == [True, True, True]
+    finally:
+        lines.best.cache_clear()
+
+
+#: Convolutions of taps along depth alone, or of none, with what is added behind them, and the extent of the row that
+#: their last axes become.
+MERGED = {
+    "planes": (conv((2, 9, 5, 3, 7), 18, (3, 1, 1), "relu", stride=[2, 1, 1], padding=[1, 0, 0]), 21),
+    "added": (conv((2, 9, 4, 5, 7), 17, (3, 1, 1), "relu", padding=[1, 0, 0], added=(2, 17, 4, 5, 7)), 35),
+    "added to planes": (conv((1, 9, 4, 5, 7), 17, (3, 1, 1), padding=[1, 0, 0], added=(17, 4, 1, 1)), 35),
+    "volume": (conv((2, 9, 3, 4, 5), 17, (1, 1, 1), added=(2, 17, 3, 4, 5)), 60),
+    "planes differ": (conv((2, 9, 3, 4, 5), 17, (1, 1, 1), added=(17, 3, 1, 1)), 5),
+    "columns differ": (conv((2, 9, 4, 5, 7), 17, (3, 1, 1), padding=[1, 0, 0], added=(1, 7)), 7),
+}
+
+
+@pytest.mark.parametrize("place", HERE, ids=str)
+def test_rows_are_one_where_nothing_tells_them_apart(place: Place) -> None:
+    place.need()
+    facts = Facts(True, 2, 16, 8, 900_000, 1 << 34, 1 << 32, True, True)
+    target = Target(facts, Limits(1, 1, 1, 1), "a device that nothing was tuned on")
+    options = Options("direct", tuned="ignore")
+    for name, (operator, row) in MERGED.items():
+        assert tasks_of(operator, target, options, [])[0].geometry.width.output == row, name
+        tensors = tensors_of(operator, "integers")
+        result = call_on(operator, tensors, place.device, {"algorithm": "direct", "tuned": "ignore"})()
+        np.testing.assert_array_equal(result, Place("numpy").run(operator.problem, **tensors), name)
+
+
 def geometry(channels: int, extent: int, kernel: int, stride: int = 1, padding: int = 0) -> ConvGeometry:
     """A square convolution of one image."""
     axes = [AxisGeometry.ordinary(name, extent, kernel, stride, (padding, padding)) for name in ("height", "width")]
@@ -141,6 +202,15 @@ def test_the_estimate_chooses_the_form() -> None:
     assert form(geometry(256, 7, 3, 1, 1)), "rows shorter than a vector"
     assert form(geometry(64, 32, 5, 1, 4)), "a ninth of the products along a row lies outside it"
     assert not form(geometry(4, 256, 3)), "a quarter of the lanes"
+
+    def transformed(channels: int, planes: int, places: int) -> bool:
+        depth, width = AxisGeometry.ordinary("depth", 1, 1), AxisGeometry.ordinary("width", places, 1)
+        taps = AxisGeometry.ordinary("height", planes, 3, 1, (1, 1))
+        shape = ConvGeometry(1, channels, channels, 1, depth, taps, width)
+        return choose(shape, None, target, np.dtype(np.float32), Options(tuned="ignore"))[0].winograd
+
+    assert transformed(128, 8, 196), "a third of the products"
+    assert not transformed(256, 4, 49), "a quarter of the lanes would be idle, and weights pass by once for few rows"
 
 
 def test_what_no_tile_can_be_is_refused() -> None:

@@ -16,8 +16,9 @@ from dispatcher.backends.opencl.lowered import Lowered
 from dispatcher.backends.opencl.options import Options
 from dispatcher.backends.opencl.steps import lower_gather, lower_step
 from dispatcher.backends.opencl.target import Target
-from dispatcher.backends.opencl.tiles import Tile
-from dispatcher.ops.steps import Convolution, Pool
+from dispatcher.backends.opencl.tiles import Tile, merged, merged_shape
+from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.steps import Convolution, Pool, ScalarOperand
 from dispatcher.problem.operator import Operator
 
 #: What a vector of results of the direct core costs besides its sums, in vector multiply-adds: it is stored in a line,
@@ -43,14 +44,37 @@ class Task:
     options: Options
     real: np.dtype[Any]
 
+    @property
+    def asked(self) -> str | None:
+        """None where no options of a kernel are given, nor known to be best, else which."""
+        assert self.group.convolution is not None
+        given = replace(self.options, fusion=None)
+        if replace(given, tuned=None) not in (Options(), Options("direct")):
+            return "options of another kernel are given"
+        geometry = self.group.convolution.geometry
+        known = tuned.recall(self.target.identity, geometry, None, self.real.name) if given == Options() else None
+        return None if known is None else known[1]
+
+    @cached_property
+    def geometry(self) -> ConvGeometry:
+        """The convolution's, for lines: planes, or all of space, are one row where nothing tells its rows apart."""
+        group = self.group
+        assert group.convolution is not None
+        geometry = group.convolution.geometry
+        apart = group.fold is not None or group.gathers is not None or self.asked is not None
+        if apart or any(axis.stride > 1 for axis in geometry.axes):
+            return geometry
+        found, shape = merged(geometry), group.convolution.shape
+        operands = (each for step in group.tail for each in step.arguments if not isinstance(each, ScalarOperand))
+        shapes = (merged_shape(each.shape, shape, found.output_shape) for each in operands)
+        return geometry if group.at_store and None in shapes else found
+
     @cached_property
     def lines(self) -> tuple[Tile, str]:
         """The tile of the CPU kernel, and why its core was chosen."""
         group = self.group
-        assert group.convolution is not None
-        fold = None if group.fold is None else group.fold[0]
-        geometry, whole_rows = group.convolution.geometry, group.gathers is not None
-        return lines.choose(geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
+        fold, whole_rows = None if group.fold is None else group.fold[0], group.gathers is not None
+        return lines.choose(self.geometry, fold, self.target, self.real, self.options, whole_rows=whole_rows)
 
     @cached_property
     def in_place(self) -> inplace.InPlaceLayout:
@@ -97,16 +121,15 @@ class Lines:
         return reason
 
     def estimate(self, task: Task) -> float:
-        group, fold = task.group, task.group.fold
-        assert group.convolution is not None
-        geometry, window = group.convolution.geometry, None if fold is None else fold[0]
+        geometry, fold = task.geometry, task.group.fold
+        window = None if fold is None else fold[0]
         facts, real = task.target.facts, task.real
         work, _ = lines.best(geometry, window, facts, real, Options(), transformed=self.winograd)
         vectors = math.prod(geometry.output_shape[1:4]) * -(-geometry.width.output // facts.lanes(real))
         return work if self.winograd else work + LINE_COST * vectors
 
     def lower(self, task: Task) -> Lowered:
-        return lines.lower_lines(task.group, task.target, task.real, *task.lines)
+        return lines.lower_lines(task.group, task.geometry, task.target, task.real, *task.lines)
 
 
 @dataclass(frozen=True)
@@ -117,16 +140,9 @@ class InPlace:
     most_builds: int = 1
 
     def accepts(self, task: Task) -> str | None:
-        convolution = task.group.convolution
-        if convolution is None:
+        if task.group.convolution is None:
             return "not a convolution"
-        given = replace(task.options, fusion=None)
-        if replace(given, tuned=None) not in (Options(), Options("direct")):
-            return "options of another kernel are given"
-        known = tuned.recall(task.target.identity, convolution.geometry, None, task.real.name)
-        if given == Options() and known is not None:
-            return known[1]
-        return inplace.in_place_reason(task.group, task.in_place)
+        return task.asked or inplace.in_place_reason(task.group, task.in_place)
 
     def estimate(self, task: Task) -> float:
         return task.in_place.work

@@ -7,7 +7,7 @@ over the taps and is stored. Its kernel is ``conv_in_place.cl``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +20,8 @@ from dispatcher.backends.opencl.lowered import Counter, Lowered, Value, Weights,
 from dispatcher.backends.opencl.render import KernelOperands, Site, defines, kernel_text, section, tail_macro
 from dispatcher.backends.opencl.steps import ROW, real_name
 from dispatcher.backends.opencl.target import Target
-from dispatcher.backends.opencl.tiles import LineLayout, Tile, imbalance
-from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from dispatcher.backends.opencl.tiles import LineLayout, Tile, imbalance, merged
+from dispatcher.ops.geometry import ConvGeometry
 
 #: Input channels of a group that are read again for each register tile of its output channels, at most. More of them
 #: lie too far apart for the first-level cache, and packing costs little beside what is made of them.
@@ -34,29 +34,6 @@ EDGE_COST = 1.5
 HALVED_COST, APART_COST = 3.0, 10.0
 #: Results of a work item, about, and positions of a part of a row.
 ITEM_RESULTS, PART_POSITIONS = 1 << 14, 1 << 12
-#: Inputs of a row that axes are merged to, at most: the kernel counts them in 32 bits.
-MOST_POSITIONS = 1 << 30
-
-
-def merged(geometry: ConvGeometry) -> ConvGeometry:
-    """The same convolution with the last axes as one, where no window leaves a row, or a plane.
-
-    Where the kernel's extent along width is 1, rows one behind another are one long row, and taps lie whole rows apart.
-    """
-    while geometry.depth.input * geometry.height.input > 1:
-        height, width = geometry.height, geometry.width
-        if (
-            width.kernel > 1
-            or {height.step, width.step} != {1}
-            or max(height.input, height.dilation) * width.input > MOST_POSITIONS
-        ):
-            break
-        if (height.ordinary_padding, width.ordinary_padding) != ((0, 0), (0, 0)):
-            break
-        extent, apart = height.input * width.input, height.dilation * width.input
-        row = AxisGeometry.ordinary("width", extent, height.kernel, dilation=apart)
-        geometry = replace(geometry, depth=AxisGeometry.ordinary("depth", 1, 1), height=geometry.depth, width=row)
-    return geometry
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from dispatcher.backends.opencl.render import (
 from dispatcher.backends.opencl.stages import LINE_STAGES, render_stages
 from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
-from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
+from dispatcher.backends.opencl.tiles import STORED_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted, merged_shape
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
 from dispatcher.ops.geometry import ConvGeometry
 from dispatcher.ops.steps import Pool
@@ -49,6 +49,8 @@ from dispatcher.ops.steps import Pool
 SOURCE = "conv_transpose3d_lines.cl"
 #: Winograd rounds a little more, so it has to save something.
 WORTHWHILE = 1.05
+#: With one axis transformed, four weights stand for three and pass by once for each box, which estimates leave out.
+WORTHWHILE_ONE_AXIS = 1.1
 #: Output channels in the lanes have to save something: estimates are no better, and compilers take longer over them.
 CHANNELS_WORTHWHILE = 1.08
 #: Below this, Winograd is not chosen: a call is too short to matter.
@@ -62,6 +64,21 @@ WORKERS_PER_UNIT = 4
 #: larger than any cache first.
 STREAM_BYTES = 8 << 20
 STREAM_INTERMEDIATE_BYTES = 48 << 20
+
+
+def resources_of(facts: Facts, real: np.dtype[Any]) -> Resources:
+    """What a device offers to launches that compute in ``real``."""
+    return Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+
+
+def stores_early(layout: LineLayout, group: Group, resources: Resources) -> bool:
+    """Whether rows are stored as soon as register tiles have made them, so that memory takes them meanwhile.
+
+    Results that the caches hold gain nothing. Nothing may work on whole lines, and a line has to hold rows as they are.
+    """
+    tile, geometry = layout.tile, layout.geometry
+    whole = len(group.parts) == 1 and not tile.winograd and all(axis.stride == 1 for axis in geometry.axes)
+    return whole and tile.thread_c <= STORED_CHANNELS and not resources.hold(geometry)
 
 
 def ranked(
@@ -78,7 +95,7 @@ def ranked(
     flat = None if options.line is None else options.line == "flat"
     channels = options.line == "channels"
     wanted = Wanted(pair("tile", options.tile), pair("box", options.box), flat, options.outputs, whole_rows)
-    resources = Resources(facts.device_class, facts.lanes(real), real.itemsize, facts.cache, facts.compute_units)
+    resources = resources_of(facts, real)
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:
@@ -150,7 +167,8 @@ def choose(
         return direct, "too little work an image for Winograd to matter"
     winograd_work, winograd_tile = best(geometry, fold, facts, real, options, transformed=True)
     ratio = direct_work / winograd_work
-    if ratio < WORTHWHILE:
+    one_axis = sum(outputs > 1 for outputs in winograd_tile.outputs) == 1
+    if ratio < (WORTHWHILE_ONE_AXIS if one_axis else WORTHWHILE):
         return direct, f"Winograd would save too little (estimated {ratio:.2f} times the speed)"
     return winograd_tile, f"estimated {ratio:.2f} times the speed of the direct core"
 
@@ -195,11 +213,14 @@ def pack_direct_weights(weight: np.ndarray, layout: LineLayout) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, reason: str) -> Lowered:
+def lower_lines(
+    group: Group, geometry: ConvGeometry, target: Target, real: np.dtype[Any], tile: Tile, reason: str
+) -> Lowered:
     """Lower a group that begins with a convolution.
 
     Args:
         group: what to run.
+        geometry: the convolution's, or the same with its last axes as one, where nothing tells the rows apart.
         target: the device.
         real: float32 or float64.
         tile: its core and its blocks.
@@ -207,25 +228,30 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     """
     convolution = group.convolution
     assert convolution is not None
-    layout = layout_of(convolution.geometry, None if group.fold is None else group.fold[0], tile)
+    layout = layout_of(geometry, None if group.fold is None else group.fold[0], tile)
     shape = group.steps[-1].shape
     final = group.output == len(group.operator.steps)
     stays = STREAM_BYTES if final else STREAM_INTERMEDIATE_BYTES
     stream = math.prod(shape) * real.itemsize > stays
     kernel = "conv_winograd" if tile.winograd else "conv_direct"
-    text, operands, scratch = render(layout, group, kernel, stream=stream, real=real)
+    early = stores_early(layout, group, resources_of(target.facts, real))
+    fetch = group.stored and not stream and target.facts.any_pointer
+    text, operands, scratch = render(layout, group, kernel, stream=stream, early=early, fetch=fetch, real=real)
     items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
+    def contraction(weight: np.ndarray) -> np.ndarray:
+        return convolution.contraction_weight(weight).reshape(geometry.weight_shape)
+
     def pack(weight: np.ndarray) -> np.ndarray:
-        weight = convolution.contraction_weight(weight)
+        weight = contraction(weight)
         direct = pack_direct_weights(weight, layout)
         if isinstance(layout, WinogradLayout):
             return np.concatenate((direct, winograd_core.pack_winograd_weights(weight, layout)))
         return direct
 
     def suited(weight: np.ndarray) -> bool:
-        return not tile.winograd or winograd_core.even_weights(convolution.contraction_weight(weight), layout)
+        return not tile.winograd or winograd_core.even_weights(contraction(weight), layout)
 
     detail: dict[str, str | int | float] = {
         "why": reason,
@@ -261,7 +287,7 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
 
 
 def render(
-    layout: LineLayout, group: Group, kernel: str, *, stream: bool, real: np.dtype[Any]
+    layout: LineLayout, group: Group, kernel: str, *, stream: bool, early: bool, fetch: bool, real: np.dtype[Any]
 ) -> tuple[str, KernelOperands, int]:
     """Source text of a group, what it reads, and the elements of scratch that a worker needs.
 
@@ -270,12 +296,17 @@ def render(
         group: what to run.
         kernel: its name.
         stream: write the result past the caches.
+        early: store rows as soon as they are complete; see :func:`stores_early`.
+        fetch: then have the cache bring in the lines that will be written.
         real: float32 or float64.
     """
     convolution, output = group.convolution, group.steps[-1].shape
     assert convolution is not None
     g, tile = layout.geometry, layout.tile
-    operands = KernelOperands(padding=tile.thread_c)
+    if layout.fold is None:
+        output = (*output[:2], *g.output_shape[2:])
+    whole = convolution.shape
+    operands = KernelOperands(tile.thread_c, lambda shape: merged_shape(shape, whole, g.output_shape))
     line = layout.line
     core, core_tables, core_text = _core(layout)
     first, *rest = group.parts
@@ -329,6 +360,8 @@ def render(
         "OUT_W": output[4],
         "USE_FOLD": layout.fold is not None,
         "USE_STREAM": stream,
+        "USE_PREFETCH": fetch,
+        "STORE_EARLY": early,
         **core,
     }
     scratch = layout.core_size
@@ -393,6 +426,7 @@ def render(
         tail_macro("STORE_TAIL", store, "x"),
         section("row_statistics.cl"),
         section("rows.cl"),
+        section("line_store.cl"),
         core_text,
         section(SOURCE),
     )
@@ -443,5 +477,7 @@ def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:
         + table("PART_EXTENT", [extent for _, extent in parts.values()])
         + table("CHUNK_X", [chunk.x for chunk in layout.chunks])
         + table("CHUNK_LINE", [chunk.line for chunk in layout.chunks])
+        + table("CHUNK_WIDE", [int(chunk.width > 1) for chunk in layout.chunks])
+        + table("CHUNK_ROWS", layout.rows_done)
     )
     return values, tables, section("core_direct.cl")

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TypeGuard
 
 from dispatcher.ops.forms import Monoid, PointwiseForm, ReductionForm
-from dispatcher.ops.steps import Convolution, Normalize, Operand, Pointwise, ScalarOperand, TensorOperand, ValueOperand
+from dispatcher.ops.steps import (
+    Convolution,
+    Normalize,
+    Operand,
+    Pointwise,
+    ScalarOperand,
+    Shape,
+    TensorOperand,
+    ValueOperand,
+)
 
 
 @cache
@@ -93,10 +102,12 @@ class KernelOperands:
         entries: offset of each scalar and per-channel tensor in the ``operands`` buffer, which is ``size`` long.
         buffers: operands that are buffers of their own, the kernel's parameters ``a0``, ``a1``, ...
         gathers: the kernel leaves statistics of its rows in a last parameter ``partials``.
+        shaped: the shape of a buffer as the kernel's coordinates count it.
     """
 
-    def __init__(self, padding: int = 0) -> None:
+    def __init__(self, padding: int = 0, shaped: Callable[[Shape], Shape | None] = lambda shape: shape) -> None:
         self.padding = padding
+        self.shaped = shaped
         self.entries: list[tuple[int, Operand]] = []
         self.size = 1
         self.buffers: list[Operand] = []
@@ -140,13 +151,13 @@ class KernelOperands:
         if operand not in self.buffers:
             self.buffers.append(operand)
         name = f"a{self.buffers.index(operand)}"
+        shape = self.shaped(operand.shape)
+        assert shape is not None
         # An axis of extent 1 does not move the place.
-        strides = [math.prod(operand.shape[axis + 1 :]) for axis in range(5)]
-        terms = [
-            f"({site.coordinates[axis]}) * (size_t){strides[axis]}" for axis in range(5) if operand.shape[axis] > 1
-        ]
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(5)]
+        terms = [f"({site.coordinates[axis]}) * (size_t){strides[axis]}" for axis in range(5) if shape[axis] > 1]
         place = " + ".join(terms) or "0"
-        if site.left and operand.shape[4] > 1:
+        if site.left and shape[4] > 1:
             return f"load_lanes({name} + {place}, {site.left}, R(0.0))"
         return f"SPLAT({name}[{place}])"
 

@@ -8,7 +8,7 @@ which wastes fewer lanes when a row is not a multiple of the vector.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -16,6 +16,7 @@ from dispatcher.backends.opencl.classes import DeviceClass
 from dispatcher.backends.opencl.target import round_up
 from dispatcher.errors import InputError
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from dispatcher.ops.steps import Shape
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,45 @@ class Tile:
     def winograd(self) -> bool:
         """Whether the core is Winograd's."""
         return max(self.outputs) > 1
+
+
+#: Inputs of a row that axes are merged to, at most: the kernel counts them in 32 bits.
+MOST_POSITIONS = 1 << 30
+
+
+def merged(geometry: ConvGeometry) -> ConvGeometry:
+    """The same convolution with the last axes as one, where no window leaves a row, or a plane.
+
+    Where the kernel's extent along width is 1, rows one behind another are one long row, and taps lie whole rows apart.
+    """
+    while geometry.depth.input * geometry.height.input > 1:
+        height, width = geometry.height, geometry.width
+        if (
+            width.kernel > 1
+            or {height.step, width.step} != {1}
+            or max(height.input, height.dilation) * width.input > MOST_POSITIONS
+        ):
+            break
+        if (height.ordinary_padding, width.ordinary_padding) != ((0, 0), (0, 0)):
+            break
+        extent, apart = height.input * width.input, height.dilation * width.input
+        row = AxisGeometry.ordinary("width", extent, height.kernel, dilation=apart)
+        geometry = replace(geometry, depth=AxisGeometry.ordinary("depth", 1, 1), height=geometry.depth, width=row)
+    return geometry
+
+
+def merged_shape(shape: Shape, whole: Shape, into: Shape) -> Shape | None:
+    """The shape of an operand of a value ``whole`` whose last axes :func:`merged` has made one, so that it is ``into``.
+
+    None where the operand varies along some of these axes only.
+    """
+    first = 3 if into[3:] == (whole[2], whole[3] * whole[4]) else 2
+    ends = shape[first:]
+    if whole == into:
+        return shape
+    if ends != whole[first:] and math.prod(ends) > 1:
+        return None
+    return (*shape[:2], 1, shape[2] if first == 3 else 1, math.prod(ends))
 
 
 def odd_lines(elements: int) -> int:
@@ -239,7 +279,7 @@ class LineLayout:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The register tiles of one line, wide ones first."""
+        """The register tiles of one line, in order."""
         vec, wide = self.tile.vec, self.tile.thread_w
         if self.tile.flat:
             spans = [(0, 0, 0, (self.line_rows - 1) * self.pitch + self.span)]
@@ -255,7 +295,12 @@ class LineLayout:
                 rows = [min(end // self.pitch, self.line_rows - 1) if self.tile.flat else h for end in ends]
                 chunks.append(Chunk(x + done * vec, line + done * vec, width, *rows))
                 done += width
-        return tuple(sorted(chunks, key=lambda chunk: -chunk.width))
+        return tuple(chunks)
+
+    @cached_property
+    def rows_done(self) -> tuple[int, ...]:
+        """After each register tile, the rows of a line that no later one computes a part of."""
+        return (*(chunk.first_h for chunk in self.chunks[1:]), self.line_rows)
 
     @cached_property
     def line(self) -> int:
@@ -353,6 +398,9 @@ def box_unit(axis: AxisGeometry, window: int) -> int:
     return math.lcm(axis.stride, window) // axis.stride
 
 
+#: Output channels of a register tile, at most, whose rows go to memory while the next tile is computed. With more, too
+#: much goes there at once.
+STORED_CHANNELS = 4
 #: Estimates that differ by less do not say which tile is faster.
 NEARLY_EQUAL = 1.02
 #: How much longer packing takes where neighbours in a packed row are two apart in memory, or more.
@@ -416,6 +464,10 @@ class Resources:
     itemsize: int
     cache_bytes: int
     units: int
+
+    def hold(self, geometry: ConvGeometry) -> bool:
+        """Whether the cores' caches hold a convolution's results."""
+        return math.prod(geometry.output_shape) * self.itemsize <= self.units * self.cache_bytes
 
 
 def units(geometry: ConvGeometry, fold: Fold | None, outputs: tuple[int, int, int]) -> tuple[int, int]:
@@ -510,7 +562,8 @@ def ranked_tiles(
             if fits or place == 0:
                 items = math.prod(layout.boxes)
                 cost = items * work(layout, device) * imbalance(items * max(1, geometry.batch), resources.units)
-                # Within the error of the estimates aligned rows win, then the class's order of register tiles, then
-                # the box that leaves most of the cache to the rest.
-                candidates.append((cost if fits else 1.5 * cost, (flat, number, size), tile))
+                # Within the error of the estimates tiles win with which memory keeps up where it has to, then aligned
+                # rows, the class's order of register tiles, and the box that leaves most of the cache to the rest.
+                late = fold is None and tile.thread_c > STORED_CHANNELS and not resources.hold(geometry)
+                candidates.append((cost if fits else 1.5 * cost, (late, flat, number, size), tile))
     return best_first(candidates)

@@ -14,10 +14,10 @@ static void conv_tile(global const REAL *restrict packed, const int first_d, con
                       const int rw, global const REAL *restrict w, const int md, const int chunk, global REAL *restrict line,
                       global const REAL *restrict operands, const int channel) {
 #if WIDE_CHUNKS > 0
-  if (chunk < WIDE_CHUNKS)
+  if (CHUNK_WIDE[chunk])
     PASTE(conv_tile_, THREAD_W)(packed, first_d, first_h, rd, rh, rw, w, md, chunk, line, operands, channel);
 #endif
 #if CHUNKS > WIDE_CHUNKS
-  if (chunk >= WIDE_CHUNKS) conv_tile_1(packed, first_d, first_h, rd, rh, rw, w, md, chunk, line, operands, channel);
+  if (!CHUNK_WIDE[chunk]) conv_tile_1(packed, first_d, first_h, rd, rh, rw, w, md, chunk, line, operands, channel);
 #endif
 }

@@ -103,9 +103,11 @@ static void begin_box(global REAL *restrict scratch, global const REAL *restrict
 
 // All phases along width of the rows of one (rd, rh): lines [BOX_D][LINE_CHANNELS][STRIDE_W][LINE].
 // A ragged last tile writes past its group; the next group overwrites that, and LINE_CHANNELS leaves room behind the last one.
+// With STORE_EARLY all channels share the place of the first ones, since rows are stored as soon as they are complete: CHUNK_ROWS of
+// them after each register tile. So memory takes them while the next tile is computed.
 static void convolve(global REAL *restrict scratch, global const REAL *restrict x, const int first_d, const int first_h,
                      const int rd, const int rh, const int step, global const REAL *restrict weights,
-                     global REAL *restrict lines, global const REAL *restrict operands, real_v *poison) {
+                     global REAL *restrict lines, global const REAL *restrict operands, real_v *poison STORE_PARAMETERS) {
   global const REAL *packed = scratch + LEAD;
   for (int rw = 0; rw < STRIDE_W; rw++) {
     const int tile_weights = TAPS_D[rd] * TAPS_H[rh] * TAPS_W[rw] * (GROUP_IC * THREAD_C);
@@ -115,9 +117,21 @@ static void convolve(global REAL *restrict scratch, global const REAL *restrict 
       for (int c = 0; c < GROUP_OC; c += THREAD_C, w += tile_weights) {
         const int channel = group * GROUP_OC + c;
         for (int md = 0; md < BOX_D; md++) {
+#if STORE_EARLY
+          const int end = channel + min(THREAD_C, GROUP_OC - c);
+          for (int chunk = 0, row = 0; chunk < CHUNKS; chunk++) {
+            for (int i = row; i < CHUNK_ROWS[chunk]; i++) fetch_rows(y, n, channel, end, first_d + md, first_h + i, first_w);
+            conv_tile(xg, first_d * APART_D, first_h * APART_H, rd, rh, rw, w, md, chunk, lines, operands, channel);
+            MARK(PRODUCTS)
+            for (; row < CHUNK_ROWS[chunk]; row++)
+              store_rows(y, n, channel, end, first_d + md, first_h + row, first_w, lines + row * ROW, operands ARGUMENTS);
+            MARK(STORE)
+          }
+#else
           global REAL *line = lines + ((size_t)(md * LINE_CHANNELS + channel) * STRIDE_W + rw) * LINE;
           for (int chunk = 0; chunk < CHUNKS; chunk++)
             conv_tile(xg, first_d * APART_D, first_h * APART_H, rd, rh, rw, w, md, chunk, line, operands, channel);
+#endif
         }
       }
     }
