@@ -15,7 +15,7 @@ import numpy as np
 
 from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
 from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
-from dispatcher.backends.opencl.groups import APART, Group, Part
+from dispatcher.backends.opencl.groups import Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
     Lowered,
@@ -43,7 +43,7 @@ from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
 from dispatcher.backends.opencl.tiles import Fold, LineLayout, Resources, Tile, Wanted
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
-from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.geometry import ConvGeometry, unstrided_weight
 from dispatcher.ops.steps import Pool
 
 SOURCE = "conv_transpose3d_lines.cl"
@@ -82,7 +82,7 @@ def ranked(
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:
-        return winograd.ranked_tiles(geometry, fold, resources, wanted)
+        return winograd.ranked_tiles(geometry.unstrided, fold, resources, wanted)
     found = tiles.ranked_tiles(geometry, fold, resources, wanted)
     if wanted.register_tile is not None or options.line is not None or not suits(geometry, resources.vec):
         return found
@@ -107,7 +107,7 @@ def best(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
-    return APART if geometry.skips else winograd.no_transform(geometry)
+    return winograd.no_transform(geometry.unstrided)
 
 
 def choose(
@@ -141,8 +141,8 @@ def choose(
         return direct, f"no Winograd transform: {reason}"
     if options.algorithm == "winograd":
         return best(geometry, fold, facts, real, options, transformed=True)[1], "asked for"
-    least = winograd.least_channels(geometry)
-    if geometry.in_channels // geometry.groups < least:
+    least = winograd.least_channels(geometry.unstrided)
+    if geometry.unstrided.in_channels // geometry.groups < least:
         return direct, f"fewer than {least} input channels a group: too few for Winograd's accuracy"
     if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"
@@ -217,15 +217,19 @@ def lower_lines(group: Group, target: Target, real: np.dtype[Any], tile: Tile, r
     items = math.prod(layout.boxes) * shape[0]
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
-    def pack(weight: np.ndarray) -> np.ndarray:
+    def contraction(weight: np.ndarray) -> np.ndarray:
         weight = convolution.contraction_weight(weight)
+        return unstrided_weight(weight, convolution.geometry) if tile.winograd else weight
+
+    def pack(weight: np.ndarray) -> np.ndarray:
+        weight = contraction(weight)
         direct = pack_direct_weights(weight, layout)
         if isinstance(layout, WinogradLayout):
             return np.concatenate((direct, winograd_core.pack_winograd_weights(weight, layout)))
         return direct
 
     def suited(weight: np.ndarray) -> bool:
-        return not tile.winograd or winograd_core.even_weights(convolution.contraction_weight(weight), layout)
+        return not tile.winograd or winograd_core.even_weights(contraction(weight), layout)
 
     detail: dict[str, str | int | float] = {
         "why": reason,
@@ -304,6 +308,7 @@ def render(
         "BOXES_W": layout.boxes[2],
         "BOX_W": tile.box_w,
         "IC": g.in_channels,
+        "IMAGE": math.prod(convolution.geometry.input_shape[1:]),
         "OC": g.out_channels,
         "GROUPS": g.groups,
         "GROUP_IC": g.in_channels // g.groups,
@@ -401,8 +406,9 @@ def render(
 
 def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
     """The layout of a tile."""
-    kind = WinogradLayout if tile.winograd else ChannelLayout if tile.channels else LineLayout
-    return kind(geometry, fold, tile)
+    if tile.winograd:
+        return WinogradLayout(geometry.unstrided, fold, tile)
+    return (ChannelLayout if tile.channels else LineLayout)(geometry, fold, tile)
 
 
 def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:

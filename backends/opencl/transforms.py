@@ -194,6 +194,8 @@ def axis_growth(axis: AxisGeometry, outputs: int) -> float:
 
 def axis_reason(axis: AxisGeometry) -> str | None:
     """None when every phase of the axis has a transform, else why not."""
+    if axis.step > 1:
+        return f"{axis.name}: its windows and its taps lie more than one input apart"
     for phase in axis.phases:
         if not 1 <= len(phase.taps) <= MOST_TAPS:
             return f"{axis.name}: a phase has {len(phase.taps)} taps; transforms exist for 1 to {MOST_TAPS}"

@@ -217,17 +217,24 @@ class WinogradLayout(LineLayout):
     def channel(self) -> int:
         return odd_lines(self.tile.rows * self.sub_lines * self.edge)
 
+    def source_w(self, place: int) -> int:
+        """Input along width, in memory, of the first phase of an input of the geometry's."""
+        source = self.geometry.width.strided
+        return place if source is None else source.step * place - source.phase_lead
+
     @cached_property
     def row_lead(self) -> int:
         """Zeros before a row of input."""
-        return max(0, -self.geometry.width.offset_range[0])
+        width = self.geometry.width
+        return max(0, -self.source_w(width.offset_range[0]))
 
     @cached_property
     def row_size(self) -> int:
         """A row of input between zeros, before it is dealt out."""
         width, m = self.geometry.width, self.tile.columns
         dealt = max(0, width.offset_range[0]) + m * round_up(self.pitch, self.tile.vec) + self.sub_lines
-        return round_up(self.row_lead + max(width.input, dealt) + self.tile.vec, 16)
+        source = width.strided or width
+        return round_up(self.row_lead + max(source.input, source.step * dealt) + self.tile.vec, 16)
 
     @property
     def most_parts(self) -> int:

@@ -183,13 +183,14 @@ COLD_LOOP
 COLD_LOOP
     for (int k = 0; k < REACH_W; k++) {
       const int h = first_h + LOW_H + lane / ROW * M_H + INPUT_H[rh][b], w = LOW_W + lane % ROW * M_W + k;
-      const bool inside = (uint)d < ID && (uint)h < IH && (uint)w < IW;
 COLD_LOOP
       for (int c = 0; c < IC; c++) {
+        const int at_d = SOURCE_AT(D, d, c / (DEALT_H * DEALT_W) % DEALT_D), at_h = SOURCE_AT(H, h, c / DEALT_W % DEALT_H),
+                  at_w = SOURCE_AT(W, w, c % DEALT_W), channel = c / (DEALT_D * DEALT_H * DEALT_W);
         real_v value = SPLAT(R(0.0));
-        if (inside) {
-          value = SPLAT(x[(((size_t)c * ID + d) * IH + h) * IW + w]);
-          PROLOGUE(value, c);
+        if ((uint)at_d < SOURCE_D && (uint)at_h < SOURCE_H && (uint)at_w < SOURCE_W) {
+          value = SPLAT(x[(((size_t)channel * SOURCE_D + at_d) * SOURCE_H + at_h) * SOURCE_W + at_w]);
+          PROLOGUE(value, channel);
         }
         patch[(b * REACH_W + k) * IC + c] = LANE0(value);
       }
