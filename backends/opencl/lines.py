@@ -141,8 +141,8 @@ def choose(
         return direct, f"no Winograd transform: {reason}"
     if options.algorithm == "winograd":
         return best(geometry, fold, facts, real, options, transformed=True)[1], "asked for"
-    least = winograd.least_channels(geometry.unstrided)
-    if geometry.unstrided.in_channels // geometry.groups < least:
+    least = winograd.least_channels(geometry)
+    if geometry.in_channels // geometry.groups < least:
         return direct, f"fewer than {least} input channels a group: too few for Winograd's accuracy"
     if geometry.out_channels // geometry.groups < WINOGRAD_CHANNELS:
         return direct, f"fewer than {WINOGRAD_CHANNELS} output channels a group: too few to tell Winograd's tiles apart"

@@ -155,6 +155,7 @@ def _source(axis: AxisGeometry) -> Iterator[tuple[str, int]]:
     yield "SOURCE", source.input
     yield "APART", source.step
     yield "DEALT", source.input_phases
+    yield "FULL", source.input_phases if axis.strided is None else source.kernel - source.step * (axis.kernel - 1)
     yield "LEAD", source.phase_lead
 
 
@@ -178,11 +179,12 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     first = [[min(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
     last = [[max(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
     taps_d, taps_h = (sorted({len(phase.taps) for phase in phases}) for phases in (depth, height))
+    dealt = {f"{name}_{axis}": value for axis, each in zip("DHW", g.axes, strict=True) for name, value in _source(each)}
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
         "EDGE_LANES": edge_lanes(tile.thread_c),
         "LOW_W": g.width.offset_range[0],
-        **{f"{name}_{axis}": value for axis, each in zip("DHW", g.axes, strict=True) for name, value in _source(each)},
+        **dealt,
         "MOST_TAPS": max(axis.most_taps for axis, m in zip(g.axes, tile.outputs, strict=True) if m > 1),
         "M_D": tile.planes, "M_H": tile.rows, "M_W": tile.columns,
         "PHASES_W": g.width.stride,
@@ -200,6 +202,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
         "PRODUCTS": layout.products,
         "BLOCK_C": layout.block,
         "SUM_IC": -(-(g.in_channels // g.groups) // -(-(g.in_channels // g.groups) // SUM)),
+        "ENDS_W": 1 + (dealt["FULL_W"] < dealt["DEALT_W"]),
         "TAP_WEIGHTS": layout.weights_per_tap,
         "VECTORS": layout.vectors,
         "ROW_SIZE": layout.row_size,

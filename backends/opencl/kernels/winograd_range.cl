@@ -35,20 +35,27 @@
 // last.
 //
 // x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
-// rows of each output along height, for each input along width.
-__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W],
-                                                   const int taps, const int c, const int lane, const int tiles, global int *marks) {
-  const bool first_channel = c % GROUP_IC == 0;
+// rows of each output along height, for each input along width, and of the same as the last one of a window.
+__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[ENDS_W][REACH_W],
+                                                   real_v (*largest)[ENDS_W][REACH_W], const int taps, const int c, const int lane,
+                                                   const int tiles, global int *marks) {
+  // Phases of a strided convolution's input may have no last tap.
+  const bool last_row = c / DEALT_W % DEALT_H < FULL_H, last_column = c % DEALT_W < FULL_W;
 #pragma unroll
   for (int k = 0; k < REACH_W; k++)
 #pragma unroll
     for (int jh = 0; jh < M_H; jh++) {
       real_v load = fabs(LOAD_V(x + at[jh] + COLUMN_AT(k)));
 #pragma unroll
-      for (int b = 1; b < taps; b++) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
-      const real_v before = first_channel ? SPLAT(R(0.0)) : largest[jh][k];
-      largest[jh][k] = load > before ? load : before;
-      sum[jh][k] = first_channel ? load : sum[jh][k] + load;
+      for (int b = 1; b < taps; b++)
+        if (b < taps - 1 || last_row) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
+#pragma unroll
+      for (int end = 0; end < ENDS_W; end++) {
+        if (end && !last_column) continue;
+        const real_v before = c % GROUP_IC == 0 ? SPLAT(R(0.0)) : largest[jh][end][k];
+        largest[jh][end][k] = load > before ? load : before;
+        sum[jh][end][k] = c % GROUP_IC == 0 ? load : sum[jh][end][k] + load;
+      }
     }
   if (c % GROUP_IC < GROUP_IC - 1) return;
 COLD_LOOP
@@ -57,9 +64,10 @@ COLD_LOOP
     real_v all = SPLAT(R(0.0)), most = all, column = all;
 COLD_LOOP
     for (int k = first; k < first + TAPS_W[rw]; k++) {
-      all += sum[jh][k];
-      most += largest[jh][k];
-      column = sum[jh][k] > column ? sum[jh][k] : column;
+      const int end = k == first + TAPS_W[rw] - 1 ? ENDS_W - 1 : 0;
+      all += sum[jh][end][k];
+      most += largest[jh][end][k];
+      column = sum[jh][end][k] > column ? sum[jh][end][k] : column;
     }
     most *= SPLAT(taps > 1 ? max(R(2.0), R(0.5) * sqrt((REAL)GROUP_IC)) : R(0.75) * sqrt((REAL)GROUP_IC));
     column *= SPLAT(TAPS_W[rw] > 1 ? R(1.0) / MOST_IN_A_COLUMN(TAPS_W[rw]) : R(0.0));
