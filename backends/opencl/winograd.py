@@ -59,8 +59,8 @@ MOST_SPREAD = 4
 EDGE_COST = 1.0
 #: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
 SPILL_COST, SPILL_SHARE = 1.05, 0.75
-#: How much longer transforms take for each time that scratch fills the cache, from so many times on.
-FAR_COST, NEAR = 0.5, 1.6
+#: Cost of a vector of packed input for each time that scratch, but for the lines, fills the cache, from so many on.
+FAR_COST, NEAR = 22.0, 1.6
 #: The same where all but the packed input fits the cache no more, for each time that the cache is filled; and the most.
 OVERFLOW_COST, MOST_OVERFLOW = 0.05, 1.5
 #: How many sub-lines a row of results is interleaved from by whole vectors.
@@ -310,7 +310,7 @@ def work(layout: WinogradLayout, device: DeviceClass, filled: float = 0.0) -> fl
     Args:
         layout: of the box.
         device: that it runs on.
-        filled: how many times scratch fills the cache.
+        filled: how many times scratch but for the lines fills the cache.
     """
     g, tile = layout.geometry, layout.tile
     group_ic = g.in_channels // g.groups
@@ -331,8 +331,8 @@ def work(layout: WinogradLayout, device: DeviceClass, filled: float = 0.0) -> fl
     for d in g.depth.phases:
         inputs_d, outputs_d = terms(tile.planes, len(d.taps))
         parts_d = len(reads(d, tile.planes))
-        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out, to three in more steps.
-        dealt = 1 + (3 if tile.columns == 3 else 2) * layout.sub_lines // tile.columns
+        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out, again with a flat form.
+        dealt = 4 + (3 if tile.columns == 3 else 1) * (layout.sub_lines // tile.columns - 1)
         packing = row_vectors * (2 * inputs_d + dealt * parts_d) + ROW_COST * parts_d
         transforms += g.in_channels * layout.rows * packing
         for h in g.height.phases:
@@ -355,8 +355,8 @@ def work(layout: WinogradLayout, device: DeviceClass, filled: float = 0.0) -> fl
     edge_taps = _edge_taps(g, layout.positions, tile.outputs)
     tiles = tile_rows * layout.line_positions * math.prod(tile.outputs)
     edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / edge_lanes(tile.thread_c)
-    transforms *= TRANSFORM_COST * (1.0 + FAR_COST * max(0.0, filled - NEAR))
-    return tile.box_d / tile.planes * (products + transforms + store + edges)
+    far = FAR_COST * max(0.0, filled - NEAR) * g.depth.stride * layout.parts_sizes[0] / tile.vec
+    return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + far + store + edges)
 
 
 def edge_lanes(channels: int) -> int:
@@ -434,7 +434,8 @@ def ranked_tiles(
                 if fits or place == 0:
                     items = math.prod(layout.boxes)
                     busy = imbalance(items * max(1, geometry.batch), resources.units)
-                    cost = spills * items * work(layout, device, size / resources.cache_bytes) * busy
+                    filled = sum(layout.parts_sizes) * resources.itemsize / resources.cache_bytes
+                    cost = spills * items * work(layout, device, filled) * busy
                     if not fits:
                         cost *= min(MOST_OVERFLOW, 1.0 + OVERFLOW_COST * size / resources.cache_bytes)
                     # Within the error of the estimates transforms of fewer outputs win, which round less.
