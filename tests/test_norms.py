@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dispatcher.problem.operator import Operator
-from tests.strategies import PLACES, Place, operator_of
+from tests.strategies import PLACES, Place, operator_of, tensors_of
 
 #: TF32 rounds what a norm is to see; the second device of a kind has the same kernels.
 HERE = [each for each in PLACES if each.precision == "fp32" and (each.backend != "cuda" or each.device == "cuda:0")]
@@ -112,3 +112,46 @@ def test_squares_may_overflow_beside_a_row_that_is_not_finite(place: Place, axis
     apart = x - x.mean(along, keepdims=True, dtype=np.float64)
     wanted = np.delete(apart / np.sqrt(np.square(apart).mean(along, keepdims=True)), [3, 7], axis=4)
     np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-6)
+
+
+#: Without a convolution, all algorithms of a device are the same.
+once = pytest.mark.parametrize("place", [each for each in HERE if each.main], ids=str)
+OVER_PLANES: dict[str, dict[str, Any]] = {
+    "group": {"op": "group_norm", "groups": 2},
+    "batch": {"op": "batch_norm"},
+    "softmax": {"op": "softmax", "axis": "spatial"},
+    "sum": {"op": "sum", "axis": "spatial"},
+}
+RIDERS: dict[str, tuple[int, ...]] = {
+    "channel": (6, 1, 1, 1),
+    "plane": (6, 3, 5, 7),
+    "rows": (6, 3, 5, 1),
+    "width": (6, 1, 1, 7),
+}
+
+
+@pytest.mark.parametrize("name", OVER_PLANES)
+@once
+def test_operands_behind_a_step_over_planes_of_any_kind(place: Place, name: str) -> None:
+    """Planes are one long row to a kernel where operands lie as they do, which those that vary along parts do not."""
+    for rider in ["channel"] if name == "sum" else RIDERS:
+        pipeline = [OVER_PLANES[name], {"op": "scale", "by": "t"}, "silu"]
+        operator = operator_of({"x": (2, 6, 3, 5, 7), "t": RIDERS[rider]}, pipeline)
+        tensors = tensors_of(operator)
+        expected = Place("numpy").run(operator.problem, **tensors)
+        result = place.run(operator.problem, **tensors)
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6 * np.abs(expected).max())
+
+
+@once
+def test_activations_of_exponentials_keep_their_digits_until_they_are_subnormal(place: Place) -> None:
+    """Of values below -87 exponentials are subnormal; a device may make those zero, but no others."""
+    x = np.concatenate([np.linspace(-110.0, 110.0, 881), [-np.inf, np.inf, np.nan, -3e38, -0.0]]).astype(np.float32)
+    wide = x.astype(np.float64)
+    with np.errstate(all="ignore"):
+        sigmoid = np.where(wide < 0, np.exp(-np.abs(wide)), 1.0) / (1.0 + np.exp(-np.abs(wide)))
+        wanted = {"softplus": np.log1p(np.exp(-np.abs(wide))) + np.maximum(wide, 0.0), "silu": wide * sigmoid}
+    for op, exact in wanted.items():
+        operator = operator_of({"x": (1, 1, 1, 1, x.size)}, [op])
+        result = place.run(operator.problem, x=x.reshape(1, 1, 1, 1, -1)).ravel()
+        np.testing.assert_allclose(result, exact, rtol=3e-6, atol=2.0**-125)

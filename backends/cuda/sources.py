@@ -30,7 +30,7 @@ WINDOWS = "its windows overlap, leave gaps or reach into padding"
 MAX_OPERANDS = 48
 #: Functions of the dialect that the kernels define (``kernels/device.cuh``).
 DIALECT = frozenset(
-    f"{name}_v" for name in ("exp", "expm1", "log", "log1p", "tanh", "abs", "sqrt", "gelu", "max", "min")
+    f"{name}_v" for name in ("exp", "exp_below", "expm1", "log", "log1p", "tanh", "abs", "sqrt", "gelu", "max", "min")
 )
 _PLAIN = ReductionForm("sum", SUM)
 

@@ -26,6 +26,8 @@ from dispatcher.ops.steps import Convolution, Normalize, Pointwise, Pool, Reduce
 
 #: Most columns of a pool's input that a work-item keeps combined; windows that reach further are combined one by one.
 MOST_COLUMNS = 4096
+#: Elements of a plane that is taken for one row: loops count them in ints.
+LONGEST_LINE = 1 << 30
 #: Work-items of a work-group of a kernel whose work-items have nothing to do with each other, and the groups that each
 #: core of a CPU gets at least. To start a group takes more time than a short row does.
 INDEPENDENT_ITEMS, SHARES = 64, 32
@@ -260,10 +262,20 @@ def run_block(count: int) -> int:
     return max(64, int(count ** (1 / 3)))
 
 
+def _is_one_line(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise]) -> bool:
+    """Whether a whole plane may be taken for one long row: all of it is reduced, and operands lie as it does."""
+    plane = step.input_shape[2:]
+    operands = [each for rider in riders for each in rider.arguments if not isinstance(each, ScalarOperand)]
+    alike = all(each.shape[2:] == (1, 1, 1) or (each.shape[2:] == plane and plane[2] > 1) for each in operands)
+    return {2, 3, 4} <= set(step.axes) and alike and math.prod(plane) <= LONGEST_LINE
+
+
 def _reduction(step: Normalize | Softmax | Reduce, riders: Sequence[Pointwise], real: str, vec: int) -> StepSource:
     operands = KernelOperands()
     groups = step.groups if isinstance(step, Normalize) else 1
     n, c, d, h, w = step.input_shape
+    if _is_one_line(step, riders):
+        d, h, w = 1, 1, d * h * w
     # Six axes: batch, group of channels, channel in group, depth, height, width, with their strides.
     extents = (n, groups, c // groups, d, h, w)
     strides = (c * d * h * w, c // groups * d * h * w, d * h * w, h * w, w, 1)

@@ -4,7 +4,8 @@ The text is written in a dialect that both languages can compile, on single numb
 
 - ``VALUE`` is the type of a value; ``C(0.5)`` is a constant of that type;
 - ``+ - * /``, comparisons, and ``condition ? value : value``, where the condition compares values;
-- ``exp_v expm1_v log_v log1p_v sqrt_v tanh_v abs_v gelu_v`` of one value, ``max_v min_v`` of two (a NaN wins).
+- ``exp_v expm1_v log_v log1p_v sqrt_v tanh_v abs_v gelu_v`` of one value, ``exp_below_v`` of one that is 0 at most, and
+  ``max_v min_v`` of two (a NaN wins).
 
 ``backends/opencl/kernels/numeric.cl`` and ``backends/cuda/kernels/device.cuh`` define these names. The float64
 reference states each operation once more, on purpose.

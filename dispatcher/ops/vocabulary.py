@@ -286,7 +286,7 @@ VOCABULARY: dict[str, Operation] = {
         PointwiseForm(
             "silu",
             "(x < C(0.0) ? x * e : x) / (C(1.0) + e)",
-            let=(("e", "exp_v(-abs_v(x))"),),  # which does not overflow
+            let=(("e", "exp_below_v(-abs_v(x))"),),  # which does not overflow
             exponential=True,
             torch="torch.nn.functional.silu",
         ),
@@ -295,7 +295,7 @@ VOCABULARY: dict[str, Operation] = {
     "softplus": pointwise(
         PointwiseForm(
             "softplus",
-            "(x < C(0.0) ? C(0.0) : x) + log1p_v(exp_v(-abs_v(x)))",
+            "(x < C(0.0) ? C(0.0) : x) + log1p_v(exp_below_v(-abs_v(x)))",
             exponential=True,
             rounding=lambda x: 2.0,  # log(1 + exp(x)) cancels, without log1p
             torch="torch.nn.functional.softplus",
@@ -320,7 +320,7 @@ VOCABULARY: dict[str, Operation] = {
             # tanh(log(1 + exp(x))) = ((1 + exp(x))^2 - 1) / ((1 + exp(x))^2 + 1)
             "x * (x < C(0.0) ? e * (e + C(2.0)) / (e * (e + C(2.0)) + C(2.0))"
             " : C(1.0) - C(2.0) * e * e / (C(1.0) + C(2.0) * e * (C(1.0) + e)))",
-            let=(("e", "exp_v(-abs_v(x))"),),
+            let=(("e", "exp_below_v(-abs_v(x))"),),
             exponential=True,
             torch="torch.nn.functional.mish",
             onnx="Mish",

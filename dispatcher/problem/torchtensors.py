@@ -193,7 +193,7 @@ def tensor_of(array: Any) -> Any:
     torch: Any = sys.modules["torch"]
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

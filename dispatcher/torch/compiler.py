@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,52 +12,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dispatcher.call.compiled import CompiledOperator, Settings
 from dispatcher.device.selection import parse_request
 from dispatcher.errors import InputError, first_line
 from dispatcher.problem.messages import show
-from dispatcher.torch.draft import example
-from dispatcher.torch.importing import Imported
-from dispatcher.torch.partition import Piece, fold, pieces_of, places, without_writes
-
-_numbers = itertools.count(1)
-#: Reports of the latest graphs.
-_reports: deque[GraphReport] = deque(maxlen=64)
+from dispatcher.torch.freezing import Frozen
+from dispatcher.torch.groups import GraphReport, Group, cut, new_report
+from dispatcher.torch.partition import fold, without_writes
 
 
-@dataclass
-class GraphReport:
-    """Where the parts of one graph run.
-
-    Attributes:
-        groups: for each part that runs here, its name, its operators, and the device (once it has run).
-        left: for each operator that stays in PyTorch, where it stands in the source, and why.
-    """
-
-    groups: list[tuple[str, tuple[str, ...], str]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"{name} on {place}: {', '.join(operators)}" for name, operators, place in self.groups]
-        return "\n".join([*lines, *(f"PyTorch: {each}" for each in self.left)]) or "nothing to run"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What went where and why, for the latest graphs that were compiled."""
-
-    graphs: tuple[GraphReport, ...]
-
-    def __str__(self) -> str:
-        return "\n\n".join(map(str, self.graphs)) or "nothing has been compiled"
-
-
-def report() -> Report:
-    """What the latest graphs that ``compile`` or ``torch.compile`` made run where, and why; ``print`` it."""
-    return Report(tuple(_reports))
-
-
-def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") -> torch.nn.Module:
+def compile(
+    module: Any, example_inputs: Sequence[Any], device: str = "auto", *, frozen: bool = False
+) -> torch.nn.Module:
     """Run a module here as far as the vocabulary goes, and in PyTorch otherwise.
 
     The result is a module with the same parameters, which it reads at every call, so that it can be trained and moved
@@ -70,14 +32,20 @@ def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") ->
         module: a ``torch.nn.Module``.
         example_inputs: positional arguments of a call, with which it is compiled.
         device: see :func:`dispatcher.run`.
+        frozen: take the module, in evaluation mode, as it is now: parameters, buffers, attributes, hooks. Nothing of it
+            is looked at again, so that calls are shorter. The result has no parameters and gives no gradients, and
+            takes inputs like the examples; see :class:`dispatcher.torch.freezing.Frozen`.
 
     Raises:
-        InputError: an argument is wrong.
+        InputError: an argument is wrong; or the module, where it is to be frozen, is in training mode or cannot be
+            captured.
     """
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"the module is {show(module)}; expected a torch.nn.Module")
     parse_request(device)
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    if frozen:
+        return Frozen(module, inputs, device)
     compiled: torch.nn.Module = torch.compile(module, backend=partial(backend, device=device))
     for each in inputs:
         if isinstance(each, torch.Tensor) and each.ndim and each.shape[0] > 1:
@@ -92,8 +60,7 @@ def compile(module: Any, example_inputs: Sequence[Any], device: str = "auto") ->
 
 def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device: str = "auto") -> Callable[..., Any]:
     """What ``torch.compile(model, backend="dispatcher")`` calls with each graph."""
-    found = GraphReport()
-    _reports.append(found)
+    found = new_report()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
     static = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
@@ -139,110 +106,9 @@ class _Compiled:
             for node, value, fixed in zip(placeholders, arguments, self.static, strict=True)
             if fixed and isinstance(value, torch.Tensor)
         } | fold(self.module)
-        pieces, left = pieces_of(graph, weights)
-        self.found.left += places(left)
-        made: dict[Any, Any] = {}
-        for piece in pieces:
-            group = _Group(piece, frozenset(weights), self.device, self.found)
-            with graph.inserting_before(piece.output):
-                call = graph.call_function(group, tuple(made.get(each, each) for each in piece.inputs))
-            made[piece.output] = call
-            call.meta = dict(piece.output.meta)
-            piece.output.replace_all_uses_with(call)
-            for node in reversed(piece.nodes):
-                graph.erase_node(node)
-        graph.lint()
-        self.module.recompile()
-
-
-class _Group:
-    """Nodes that run here together; in PyTorch where only the reference could run them."""
-
-    def __init__(self, piece: Piece, weights: frozenset[Any], device: str, found: GraphReport) -> None:
-        self.__name__ = f"group_{next(_numbers)}"
-        self.piece, self.device = piece, device
-        self.weights = [(place, node) for place, node in enumerate(piece.inputs) if node in weights]
-        #: Places of the inputs that a call takes from its caller.
-        self.varying = [
-            place
-            for place, node in enumerate(piece.inputs)
-            if node not in weights and isinstance(node.meta["val"], torch.Tensor)
-        ]
-        #: The dimensions as they lie in memory in eager mode, which code behind may rely on, as ``view`` does.
-        strides = [example(stride) for stride in piece.output.meta["val"].stride()]
-        order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-        self.order = None if order == sorted(order) else order
-        self.found, self.place = found, len(found.groups)
-        found.groups.append((self.__name__, tuple(str(node.target) for node in piece.nodes), "(not run yet)"))
-        self.lock = threading.Lock()
-        self.imported: Imported | None = None
-        self.compiled: CompiledOperator | None = None
-        self.seen: list[Any] | None = None
-        self.in_torch = False
-
-    def __call__(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
-            return _Differentiable.apply(self, *inputs)
-        return self.run(*inputs)
-
-    def run(self, *inputs: Any) -> Any:
-        """The value, without gradients."""
-        if self.in_torch:
-            return self.piece.module(*inputs)
-        compiled, imported = self._ready(inputs)
-        pairs = zip(imported.inputs, self.varying, strict=True)
-        named = {name: inputs[place] for name, place in pairs if name is not None}
-        prepared = compiled.prepare(**named) if self.found.groups[self.place][2].startswith("(") else None
-        if prepared is not None and self._note(prepared.choice.device):
-            return self.piece.module(*inputs)
-        result = compiled(**named)
-        if self.order is None:
-            return result
-        laid = result.permute(self.order).contiguous()
-        return laid.permute([self.order.index(place) for place in range(len(self.order))])
-
-    def _ready(self, inputs: Sequence[Any]) -> tuple[CompiledOperator, Imported]:
-        """The operator, with the weights as they are now."""
-        values = [inputs[place] for place, _ in self.weights]
-        seen = [(value.data_ptr(), None if value.is_inference() else value._version) for value in values]
-        with self.lock:
-            if self.compiled is None or self.imported is None or seen != self.seen:
-                held = {node: inputs[place] for place, node in self.weights}
-                imported = self.piece.translated(held, self.__name__)
-                if self.compiled is None:
-                    settings = Settings(device=self.device)
-                    self.compiled = CompiledOperator(imported.problem, settings, imported.tensors, eager=False)
-                elif imported.tensors:
-                    self.compiled.update(**imported.tensors)
-                self.imported, self.seen = imported, seen
-            return self.compiled, self.imported
-
-    def _note(self, device: Any) -> bool:
-        """Report the device; whether it is the reference, which nobody asked for by name."""
-        name, operators, _ = self.found.groups[self.place]
-        self.in_torch = device.kind == "reference" and "numpy" not in self.device
-        where = "PyTorch, since only the reference could run it here" if self.in_torch else device.id
-        self.found.groups[self.place] = (name, operators, where)
-        return self.in_torch
-
-
-class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
-    """A group with gradients: they are those of its nodes in PyTorch, which run once more for them."""
-
-    @staticmethod
-    def forward(ctx: Any, group: _Group, *inputs: Any) -> Any:
-        ctx.group = group
-        ctx.plain = [None if isinstance(each, torch.Tensor) else each for each in inputs]
-        ctx.save_for_backward(*(each if isinstance(each, torch.Tensor) else None for each in inputs))
-        return group.run(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        wanted = ctx.needs_input_grad[1:]
-        saved = zip(ctx.saved_tensors, ctx.plain, wanted, strict=True)
-        inputs = [plain if each is None else each.detach().requires_grad_(want) for each, plain, want in saved]
-        with torch.enable_grad():
-            result = ctx.group.piece.module(*inputs)
-            sources = [each for each, want in zip(inputs, wanted, strict=True) if want]
-            found = iter(torch.autograd.grad(result, sources, gradient, allow_unused=True))
-        return (None, *(next(found) if want else None for want in wanted))
+        cut(
+            self.module,
+            weights,
+            self.found,
+            partial(Group, weights=frozenset(weights), device=self.device, found=self.found),
+        )

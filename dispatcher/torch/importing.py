@@ -100,19 +100,33 @@ def import_module(module: Any, example_inputs: Sequence[Any], name: str | None =
         return _translated(module, "Exported program, imported from PyTorch", label)
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"the module is {show(module)}; expected a torch.nn.Module or an ExportedProgram")
+    inputs = tensor_inputs(example_inputs)
+    for axes in (5, 1):  # the batch alone where the code computes with other sizes
+        with contextlib.suppress(SymbolicError):
+            return _translated(captured(module, inputs, axes), title, label)
+    return _translated(captured(module, inputs, 0), title, label)
+
+
+def tensor_inputs(example_inputs: Any) -> tuple[torch.Tensor, ...]:
+    """The positional arguments of a module's call that it is captured with.
+
+    Raises:
+        InputError: there is none, or one is no tensor or has no elements.
+    """
     inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     if not inputs or not all(isinstance(each, torch.Tensor) for each in inputs):
         raise InputError("example_inputs are not tensors; expected a tuple of the module's positional arguments")
     if not all(each.numel() for each in inputs):
         raise InputError("an example input has no elements; expected one or more")
-    for axes in (5, 1):  # the batch alone where the code computes with other sizes
-        with contextlib.suppress(SymbolicError):
-            return _translated(_captured(module, inputs, axes), title, label)
-    return _translated(_captured(module, inputs, 0), title, label)
+    return inputs
 
 
-def _captured(module: Any, inputs: tuple[Any, ...], axes: int) -> Any:
-    """The module's graph, in which the first ``axes`` extents of each input may vary."""
+def captured(module: Any, inputs: tuple[torch.Tensor, ...], axes: int) -> torch.export.ExportedProgram:
+    """The module's graph, in which the first ``axes`` extents of each input may vary where they are above 1.
+
+    Raises:
+        InputError: the module cannot be captured.
+    """
     auto = torch.export.Dim.AUTO
     each = [{place: auto for place, size in enumerate(value.shape[:axes]) if size > 1} for value in inputs]
     shapes = _by_parameter(module, each)

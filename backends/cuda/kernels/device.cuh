@@ -54,6 +54,7 @@ template <class T> __device__ __forceinline__ T min_v(T a, T b) {
   __device__ __forceinline__ float name(float v) { return function##f(v); }     \
   __device__ __forceinline__ double name(double v) { return function(v); }
 DIALECT(exp_v, exp)
+DIALECT(exp_below_v, exp)
 DIALECT(expm1_v, expm1)
 DIALECT(log_v, log)
 DIALECT(log1p_v, log1p)

@@ -157,6 +157,7 @@ inline real_v min_v(real_v a, real_v b) { return SMALLER(a, b); }
 inline real_v erf_real(real_v x) { return erf(x); }
 inline real_v exp_v(real_v x) { return exp(x); }
 #define exp_near_v exp_v
+#define exp_below_v exp_v
 #define tanh_v tanh
 #else
 // erf by a rational minimax approximation on [-4, 4] (odd numerator of degree 13 over an even denominator of degree 8);
@@ -212,6 +213,12 @@ inline real_v exp_v(real_v x) {
   const int_v half_exponent = exponent >> 1;
   p = p * AS_REAL_V((half_exponent + 127) << 23) * AS_REAL_V((exponent - half_exponent + 127) << 23);
   return (x > SPLAT(88.8f)) ? SPLAT(INFINITY) : p;
+}
+// x <= 0, or NaN. The scale is 2^24 times too large, so that it is a normal number, until the end.
+inline real_v exp_below_v(const real_v x) {
+  int_v exponent;
+  const real_v p = exp_of_rest((x < SPLAT(-104.0f)) ? SPLAT(-104.0f) : x, &exponent);
+  return p * AS_REAL_V((exponent << 23) + ((127 + 24) << 23)) * SPLAT(0x1p-24f);
 }
 // |x| <= 87, or NaN.
 inline real_v exp_near_v(const real_v x) {

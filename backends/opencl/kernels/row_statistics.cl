@@ -61,14 +61,14 @@ OVER_LANES(gathered_lanes, GATHER_COMBINE_ONE)
 #define GATHER(v, w, left)                                                                     \
   {                                                                                            \
     const real_v element = first_lanes(v, left, -INFINITY), counts = first_lanes(C(1.0), left, R(0.0)); \
-    const real_v distance = exp_v(-fabs(element - gathered_largest));                          \
+    const real_v distance = exp_below_v(-fabs(element - gathered_largest));                          \
     const real_v below = (element == gathered_largest) ? C(1.0) : distance;                    \
     gathered = (element > gathered_largest) ? fma(gathered, below, counts) : fma(below, counts, gathered); \
     gathered_largest = max_v(gathered_largest, element);                                       \
   }
 static void keep_exponentials(const real_v largest_v, const real_v sums_v, global REAL *restrict partials, const size_t place) {
   const REAL all = max_of_lanes(largest_v);
-  const real_v below = (largest_v == SPLAT(all)) ? C(1.0) : exp_v(largest_v - SPLAT(all));
+  const real_v below = (largest_v == SPLAT(all)) ? C(1.0) : exp_below_v(largest_v - SPLAT(all));
   partials[place] = all;
   partials[GATHER_ROWS + place] = sum_of_lanes(sums_v * below);
 }

@@ -9,7 +9,7 @@ static void PASTE(stage_, STAGE)(global REAL *restrict line, global const REAL *
     for (int first = 0; first < STAGE_CHANNELS; first += STAGE_TERMS) {
       real_v run = SPLAT(R(0.0));
       for (int c = first; c < min(first + STAGE_TERMS, STAGE_CHANNELS); c++) {
-        const real_v e = exp_v(LOAD_V(p + c * STAGE_RUN) - maximum);
+        const real_v e = exp_below_v(LOAD_V(p + c * STAGE_RUN) - maximum);
         STORE_V(e, p + c * STAGE_RUN);
         run += e;
       }

@@ -98,7 +98,7 @@ static REAL largest_of(global const REAL *restrict given, const size_t plane) {
 
 static REAL sum_below(global const REAL *restrict given, const size_t plane, const REAL largest) {
   real_v total = SPLAT(R(0.0));
-  OVER_ROWS(total, NUMBERS(1) * exp_v(NUMBERS(0) - SPLAT(largest)), ADD_LANES, R(0.0))
+  OVER_ROWS(total, NUMBERS(1) * exp_below_v(NUMBERS(0) - SPLAT(largest)), ADD_LANES, R(0.0))
   return sum_of_lanes(total);
 }
 
@@ -178,7 +178,7 @@ kernel void KERNEL_NAME(global const REAL *x, global const REAL *restrict given,
         real_v value = fma(deviation, scale, fma(deviation, scale_lost, offset));
         AFFINE(value);
 #elif GIVEN_EXPONENTIALS
-        real_v value = exp_v(loaded - SPLAT(largest)) * SPLAT(scale);
+        real_v value = exp_below_v(loaded - SPLAT(largest)) * SPLAT(scale);
 #else
         real_v value = loaded * SPLAT(scale);
 #endif

@@ -47,6 +47,20 @@
 #endif
 
 #if STEP_NORMALIZE
+// `sum` becomes `value`, which is made of it, and changes places with `other`: two sums that do not wait for each other.
+#define IN_TURN(sum, other, value) \
+  {                                \
+    const real_v next = value;     \
+    sum = other;                   \
+    other = next;                  \
+  }
+#define KEEP_IN_TURN(sum, other, term)                               \
+  {                                                                  \
+    const real_v before = other, before_lost = other##_lost;         \
+    other = sum, other##_lost = sum##_lost;                          \
+    sum = before, sum##_lost = before_lost;                          \
+    KEEP(other, term)                                                \
+  }
 kernel void normalize_step(global const REAL *x, global const REAL *restrict operands, global REAL *y,
                            const ulong count PARAMETERS) {
   const size_t outer = get_global_id(0);
@@ -60,29 +74,33 @@ kernel void normalize_step(global const REAL *x, global const REAL *restrict ope
     real_v factor = SPLAT(R(1.0));
     real_v mean = SPLAT(R(0.0)), farthest = mean, scale_lost;
     EACH_RUN {
-      real_v run = SPLAT(R(0.0));
+      real_v run = SPLAT(R(0.0)), other = run;
       EACH_IN_RUN {
-        const real_v apart = APART(shift);
-        run = fma(apart, SPLAT(share), run);
-        farthest = max_v(farthest, fabs(apart));
+        const real_v apart = APART(shift), far = fabs(apart);
+        IN_TURN(run, other, fma(apart, SPLAT(share), run))
+        farthest = (far > farthest) ? far : farthest;  // a NaN is in the mean as well
       }
-      mean += run;
+      mean += run + other;
     }
     mean = coarse(COMBINE_SUM(mean) + shift, COMBINE_MAX(farthest));
     KEPT_SUM(rest)
     KEPT_SUM(squares)
     for (int pass = 0; pass < 2; pass++) {
+      KEPT_SUM(other_rest)
+      KEPT_SUM(other_squares)
       rest = rest_lost = squares = squares_lost = SPLAT(R(0.0));
       EACH_RUN {
-        real_v run = SPLAT(R(0.0)), rest_run = run;
+        real_v run = SPLAT(R(0.0)), other = run, rest_run = run, rest_other = run;
         EACH_IN_RUN {
           const real_v deviation = APART(mean) * factor;
-          rest_run += deviation;
-          run = fma(deviation, deviation, run);
+          IN_TURN(rest_run, rest_other, rest_run + deviation)
+          IN_TURN(run, other, fma(deviation, deviation, run))
         }
-        KEEP(rest, rest_run)
-        KEEP(squares, run)
+        KEEP_IN_TURN(rest, other_rest, rest_run + rest_other)
+        KEEP_IN_TURN(squares, other_squares, run + other)
       }
+      KEEP(rest, other_rest)
+      KEEP(squares, other_squares)
       squares = COMBINE_SUM(squares);
       if (pass || !OVERFLOWS(squares)) break;
       factor = (squares < SPLAT(INFINITY)) ? SPLAT(R(1.0)) : SPLAT(FAR);
@@ -118,7 +136,7 @@ kernel void softmax_step(global const REAL *x, global const REAL *restrict opera
     EACH_RUN {
       real_v run = SPLAT(R(0.0));
       EACH_IN_RUN {
-        const real_v e = exp_v(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
+        const real_v e = exp_below_v(load_lanes(x + base + OFFSET, LEFT, -INFINITY) - largest);
         store_lanes(e, y + base + OFFSET, LEFT);
         run += e;
       }
