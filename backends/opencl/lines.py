@@ -15,7 +15,7 @@ import numpy as np
 
 from dispatcher.backends.opencl import tiles, tuned, winograd, winograd_core
 from dispatcher.backends.opencl.channels import ChannelLayout, channel_tables, ranked_channel_tiles, suits
-from dispatcher.backends.opencl.groups import Group, Part
+from dispatcher.backends.opencl.groups import APART, Group, Part
 from dispatcher.backends.opencl.lowered import (
     Counter,
     Lowered,
@@ -107,7 +107,7 @@ def best(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
-    return winograd.no_transform(geometry.unstrided)
+    return APART if geometry.unstrided.skips else winograd.no_transform(geometry.unstrided)
 
 
 def choose(

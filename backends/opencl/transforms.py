@@ -194,8 +194,6 @@ def axis_growth(axis: AxisGeometry, outputs: int) -> float:
 
 def axis_reason(axis: AxisGeometry) -> str | None:
     """None when every phase of the axis has a transform, else why not."""
-    if axis.step > 1:
-        return f"{axis.name}: its windows and its taps lie more than one input apart"
     if axis.strided is not None and axis.kernel == 2 and axis.strided.kernel < 2 * axis.strided.step:
         return f"{axis.name}: most phases of the input have one tap"
     for phase in axis.phases:

@@ -60,7 +60,7 @@ EDGE_COST = 1.0
 #: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
 SPILL_COST, SPILL_SHARE = 1.05, 0.75
 #: Cost of a vector of packed input for each time that scratch, but for the lines, fills the cache, from so many on.
-FAR_COST, NEAR = 22.0, 1.6
+FAR_COST, NEAR = 25.0, 1.8
 #: The same where all but the packed input fits the cache no more, for each time that the cache is filled; and the most.
 OVERFLOW_COST, MOST_OVERFLOW = 0.05, 1.5
 #: How many sub-lines a row of results is interleaved from by whole vectors.
@@ -98,7 +98,7 @@ def counted(geometry: ConvGeometry) -> float:
 
 
 def least_channels(geometry: ConvGeometry) -> int:
-    """The fewest input channels a group with which Winograd may be chosen for a geometry whose unstrided one it runs."""
+    """The fewest input channels a group with which Winograd may be chosen, where it can run the unstrided geometry."""
     axes = geometry.unstrided.axes
     least = max(LEAST_CHANNELS[axis.most_taps] for axis in axes if axis.most_taps in LEAST_CHANNELS)
     return math.ceil(least * geometry.in_channels / geometry.groups / counted(geometry.unstrided))
@@ -438,6 +438,7 @@ def ranked_tiles(
                     cost = spills * items * work(layout, device, filled) * busy
                     if not fits:
                         cost *= min(MOST_OVERFLOW, 1.0 + OVERFLOW_COST * size / resources.cache_bytes)
-                    # Within the error of the estimates transforms of fewer outputs win, which round less.
-                    candidates.append((cost, (order, number, size), tile))
+                    # Within the error of the estimates transforms of fewer outputs win, which round less; then those
+                    # whose rows are not dealt out, nor interleaved, by three.
+                    candidates.append((cost, (math.prod(outputs), columns == 3, order, number, size), tile))
     return best_first(candidates)

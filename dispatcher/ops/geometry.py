@@ -240,7 +240,8 @@ def unstrided_weight(weight: NDArray[Any], geometry: ConvGeometry) -> NDArray[An
     # Taps are in reverse order, and so are the phases within them at first.
     split = np.pad(weight, [(0, 0), (0, 0), *missing]).reshape(*weight.shape[:2], *sizes)
     cut = split.transpose(0, 3, 5, 7, 1, 2, 4, 6)[:, phases[0], phases[1], phases[2]][:, ::-1, ::-1, ::-1]
-    return cut.reshape(-1, *cut.shape[4:])
+    ordered: NDArray[Any] = cut.reshape(-1, *cut.shape[4:])
+    return ordered
 
 
 @dataclass(frozen=True)

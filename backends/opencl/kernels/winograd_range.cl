@@ -114,8 +114,18 @@ COLD_LOOP
 }
 
 // Marks the tiles with a small output among the first `tiles` tile rows. rows: positions from the box's first one along height.
-__attribute__((noinline)) static void mark_small_outputs(global const REAL *sums, const int rd, const int rh, const int planes, const int rows, const int tiles,
+__attribute__((noinline)) static void mark_small_outputs(global REAL *sums, const int rd, const int rh, const int planes, const int rows, const int tiles,
                                global int *marks) {
+  // What lies beyond the width is no small output: lest a vector of each tile row be looked at lane by lane.
+COLD_LOOP
+  for (int at = POSITIONS_W - 1; WIDTH % M_W > 0 && at < tiles * ROW; at += ROW)
+COLD_LOOP
+    for (int row = 0; row < M_D * M_H; row++)
+COLD_LOOP
+      for (int q = WIDTH % M_W * PHASES_W; q < STRIDE_W; q++) {
+        global REAL *const sum = sums + (row * STRIDE_W + q) * LINE + at;
+        *sum = max(*sum, *(sum - PHASES_W * LINE));
+      }
 COLD_LOOP
   for (int first = 0; first < min(VECTORS * VEC, tiles * ROW); first += VEC)
 COLD_LOOP
