@@ -29,7 +29,7 @@ from dispatcher.backends.opencl.winograd_core import (
 )
 from dispatcher.check.verifying import compile_for
 from dispatcher.errors import InputError
-from dispatcher.interface import Device
+from dispatcher.interface import Device, Timings
 from dispatcher.ops.geometry import AxisGeometry, ConvGeometry, unstrided_weight
 from dispatcher.problem.operator import Operator
 from tests.strategies import call_on, checked_run, conv_operator, tensors_of
@@ -344,7 +344,7 @@ def test_strided_convolutions(backend_device: Device, monkeypatch: pytest.Monkey
     if backend_device.backend != "opencl" or backend_device.kind != "cpu":
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
     shape, channels, kernel, fields, outputs = STRIDED[name]
-    before = [{"op": "add", "value": "s"}] if name == "groups" else []
+    before = [{"op": "add", "value": "s"}] if name == "volume" else []
     operator = conv_operator(
         shape,
         channels,
@@ -356,15 +356,14 @@ def test_strided_convolutions(backend_device: Device, monkeypatch: pytest.Monkey
         **fields,
     )
     fixed = {"algorithm": "winograd", "tile": "5x1", **dict(zip(OUTPUT_OPTIONS, outputs, strict=True))}
-    compiled = compile_for(operator, backend_device.id, fixed | {"line": "flat" if name == "groups" else "rows"})
-    monkeypatch.setattr(
-        winograd_core, "even_weights", lambda weight, layout: True
-    )  # nothing is left to the direct core
-    tensors = tensors_of(operator, "signed")
-    prepared = compiled.prepare_bound(operator, tensors)
+    monkeypatch.setattr(winograd_core, "even_weights", lambda weight, layout: True)  # lest the direct core runs them
+    options = fixed | {"line": "flat" if name == "groups" else "rows"}
+    tensors, timings = tensors_of(operator, "signed"), Timings()
+    prepared = call_on(operator, tensors, backend_device.id, options)
     _, comparison = checked_run(prepared, tensors)
     assert comparison.passed, comparison.reason
-    assert [launch.algorithm for launch in prepared.choice.executable.launches] == ["winograd"]
+    prepared(timings=timings)
+    assert [launch for launch, _ in timings.launches] == ["conv_winograd"]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
