@@ -344,7 +344,7 @@ def test_strided_convolutions(backend_device: Device, monkeypatch: pytest.Monkey
     if backend_device.backend != "opencl" or backend_device.kind != "cpu":
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
     shape, channels, kernel, fields, outputs = STRIDED[name]
-    before = [{"op": "add", "value": "s"}] if name == "volume" else []
+    before = [{"op": "add", "value": "s"}] if name != "groups" else []
     operator = conv_operator(
         shape,
         channels,
@@ -357,7 +357,7 @@ def test_strided_convolutions(backend_device: Device, monkeypatch: pytest.Monkey
     )
     fixed = {"algorithm": "winograd", "tile": "5x1", **dict(zip(OUTPUT_OPTIONS, outputs, strict=True))}
     monkeypatch.setattr(winograd_core, "even_weights", lambda weight, layout: True)  # lest the direct core runs them
-    options = fixed | {"line": "flat" if name == "groups" else "rows"}
+    options = fixed | ({"line": "flat", "box": "1x3"} if name == "groups" else {"line": "rows"})
     tensors, timings = tensors_of(operator, "signed"), Timings()
     prepared = call_on(operator, tensors, backend_device.id, options)
     _, comparison = checked_run(prepared, tensors)
