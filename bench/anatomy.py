@@ -222,7 +222,7 @@ def multiply_adds(executable: Any) -> float:
         return geometry.flops / 2
     layout = layout_of(geometry, None if fold is None else fold[0], task.lines[0])
     assert isinstance(layout, WinogradLayout)
-    tile, groups = layout.tile, geometry.groups
+    geometry, tile, groups = layout.geometry, layout.tile, layout.geometry.groups
     channels = groups * -(-geometry.out_channels // groups // tile.thread_c) * tile.thread_c
     lanes = sum(count * vectors for count, vectors in layout.box_vectors) * tile.vec
     planes = sum(len(reads(phase, tile.planes)) for phase in geometry.depth.phases) * -(

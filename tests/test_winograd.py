@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.backends.opencl import render, tiles, winograd
+from dispatcher.backends.opencl import lines, render, tiles, winograd, winograd_core
 from dispatcher.backends.opencl.classes import device_class, device_classes
 from dispatcher.backends.opencl.options import OUTPUTS as OUTPUT_OPTIONS
 from dispatcher.backends.opencl.options import Options
@@ -28,8 +29,8 @@ from dispatcher.backends.opencl.winograd_core import (
 )
 from dispatcher.check.verifying import compile_for
 from dispatcher.errors import InputError
-from dispatcher.interface import Device
-from dispatcher.ops.geometry import AxisGeometry, ConvGeometry
+from dispatcher.interface import Device, Timings
+from dispatcher.ops.geometry import AxisGeometry, ConvGeometry, unstrided_weight
 from dispatcher.problem.operator import Operator
 from tests.strategies import call_on, checked_run, conv_operator, tensors_of
 
@@ -301,6 +302,13 @@ OPERATORS = {
     "four_and_five_taps": conv_operator((1, 16, 3, 9, 19), 7, (3, 5, 4), padding=1),
     "eight_channels": conv_operator((1, 8, 4, 9, 19), 24, (3, 3, 3)),
 }
+#: Strided convolutions, whose channels are phases of the input: of several axes and of one, taps that not all phases
+#: have, windows that end before the input, padding of more and of fewer inputs than a step, rows dealt out one by one.
+STRIDED = {
+    "groups": ((2, 32, 1, 20, 21), 14, (1, 4, 4), {"stride": (1, 2, 2), "padding": (0, 1, 3), "groups": 2}, "132"),
+    "volume": ((1, 16, 9, 7, 18), 7, (4, 3, 5), {"stride": (2, 1, 2), "padding": 1}, "322"),
+    "four_apart": ((1, 3, 1, 30, 49), 7, (1, 11, 11), {"stride": (1, 4, 4), "padding": (0, 2, 5)}, "123"),
+}
 
 
 #: Outputs along depth, height and width: each number along each axis, none along one or two of them.
@@ -329,6 +337,90 @@ def test_every_transform_on_every_cpu(backend_device: Device, outputs: str, name
             tensors = tensors_of(operator, kind)
             _, comparison = checked_run(call_on(operator, tensors, backend_device.id, fixed | options), tensors)
             assert comparison.passed, (m, options, kind, comparison.reason)
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_convolutions(backend_device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if backend_device.backend != "opencl" or backend_device.kind != "cpu":
+        pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
+    shape, channels, kernel, fields, outputs = STRIDED[name]
+    before = [{"op": "add", "value": "s"}] if name != "groups" else []
+    operator = conv_operator(
+        shape,
+        channels,
+        kernel,
+        op="conv3d",
+        bias=True,
+        before=before,
+        extra={"s": (shape[1], 1, 1, 1)} if before else None,
+        **fields,
+    )
+    fixed = {"algorithm": "winograd", "tile": "5x1", **dict(zip(OUTPUT_OPTIONS, outputs, strict=True))}
+    monkeypatch.setattr(winograd_core, "even_weights", lambda weight, layout: True)  # lest the direct core runs them
+    options = fixed | ({"line": "flat", "box": "1x3"} if name == "groups" else {"line": "rows"})
+    tensors, timings = tensors_of(operator, "signed"), Timings()
+    prepared = call_on(operator, tensors, backend_device.id, options)
+    _, comparison = checked_run(prepared, tensors)
+    assert comparison.passed, comparison.reason
+    prepared(timings=timings)
+    assert [launch for launch, _ in timings.launches] == ["conv_winograd"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 7), st.integers(0, 7))
+def test_phases_of_the_input_give_the_same_outputs(
+    extent: int, kernel: int, step: int, before: int, after: int
+) -> None:
+    if extent + before + after < kernel:
+        return
+    axis = AxisGeometry.ordinary("width", extent, kernel, step, (before, after))
+    geometry = ConvGeometry(1, 2, 3, 1, AxisGeometry("depth", 1, 1), AxisGeometry("height", 1, 1), axis)
+    view, phases = geometry.unstrided, axis.input_phases
+    assert view.output_shape == geometry.output_shape
+    generator = np.random.default_rng(0)
+    x, w = generator.integers(-9, 9, (2, extent)), generator.integers(-9, 9, geometry.weight_shape)
+
+    def outputs(of: ConvGeometry, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        low, high = (max(0, reach) for reach in of.width.ordinary_padding)
+        wide = np.pad(x, ((0, 0), (low, high + of.width.step)))
+        windows = [wide[:, o * of.width.step : o * of.width.step + of.width.kernel] for o in range(of.width.output)]
+        return np.array([np.einsum("ik,iok->o", window, w[:, :, 0, 0, ::-1]) for window in windows])
+
+    dealt = x if view.width.strided is None else np.zeros((2 * phases, view.width.input), int)
+    for channel, i in product(range(len(dealt)), range(view.width.input)):
+        place = i * step + channel % phases - axis.phase_lead
+        if view.width.strided is not None and 0 <= place < extent:
+            dealt[channel, i] = x[channel // phases, place]
+    weight = unstrided_weight(w, geometry)
+    assert weight.shape == view.weight_shape
+    np.testing.assert_array_equal(outputs(view, dealt, weight), outputs(geometry, x, w))
+
+
+def strided(kernel: int, step: int, channels: int, size: int = 64) -> ConvGeometry:
+    """Of an image, with as many output channels."""
+    axes = [AxisGeometry.ordinary(name, size, kernel, step, (1, 1)) for name in ("height", "width")]
+    return ConvGeometry(4, channels, 64, 1, AxisGeometry("depth", 1, 1), *axes)
+
+
+def test_strided_convolutions_that_winograd_runs() -> None:
+    """As many products as accuracy asks for, and fewer than the direct core makes."""
+    for (kernel, step), least in {(4, 2): 16, (5, 2): 9, (7, 2): 14, (11, 4): 2}.items():
+        assert no_transform(strided(kernel, step, 64).unstrided) is None
+        assert winograd.least_channels(strided(kernel, step, 1)) == least
+    assert no_transform(strided(3, 2, 64).unstrided) == "height: most phases of the input have one tap"
+    axis = AxisGeometry.ordinary("width", 64, 3, 2, (1, 1), 2)
+    assert lines.no_transform(replace(strided(4, 2, 64), width=axis)) == "its windows lie more than one input apart"
+    # Twelve phases of three channels leave one result's products too few beside its neighbours' rounding.
+    assert winograd.least_channels(strided(7, 2, 3)) > 3
+
+
+def test_estimates_tell_tiles_of_two_taps_apart() -> None:
+    """Packed input far beyond the cache costs more than packing some rows twice; rows in thirds take more steps."""
+    resources = Resources(device_class(16), 16, 4, 922_746, 2)
+    assert ranked_tiles(strided(4, 2, 64).unstrided, None, resources, Wanted())[0][1].box_h < 12
+    axes = [AxisGeometry(name, 64, 4, 2, 1) for name in ("height", "width")]
+    geometry = ConvGeometry(4, 32, 16, 1, AxisGeometry("depth", 1, 1), *axes)
+    assert ranked_tiles(geometry, None, resources, Wanted())[0][1].outputs == (1, 3, 2)
 
 
 def uneven_data(kind: str, operator: Operator) -> dict[str, np.ndarray]:
@@ -395,6 +487,7 @@ UNEVEN = (
         ("122", "five_taps"),
         ("222", "eight_channels"),
         ("122", "eight_channels"),
+        ("132", "strided"),
     ],
 )
 def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device, outputs: str, name: str) -> None:
@@ -402,6 +495,8 @@ def test_every_output_is_within_the_bound_of_its_own_sum(backend_device: Device,
         pytest.skip(f"{backend_device.id} is not an OpenCL CPU device")
     kernel = (1, 5, 5) if name == "five_taps" else (3, 3, 3)
     operator = OPERATORS.get(name) or conv_operator((1, 16, 4, 9, 19), 24, kernel)
+    if name == "strided":
+        operator = conv_operator((1, 17, 2, 21, 37), 24, (1, 5, 5), op="conv3d", stride=(1, 2, 2), padding=(0, 2, 2))
     planes, rows, columns = outputs
     fixed = {"algorithm": "winograd", "planes": planes, "rows": rows, "columns": columns, "tile": "4x1"}
     compiled = compile_for(operator, backend_device.id, fixed)
@@ -482,6 +577,18 @@ def test_even_weights() -> None:
         uneven = weight.copy()
         uneven[place] *= factor
         assert not even_weights(uneven, layout), (place, factor)
+
+
+def test_even_weights_of_phases() -> None:
+    """Taps that a phase does not have vanish rightly; any others must not."""
+    geometry = strided(5, 2, 32)
+    layout = WinogradLayout(geometry.unstrided, None, Tile(8, 4, 1, 1, 2, True, 2, columns=2))
+    weight = np.random.default_rng(0).standard_normal(geometry.weight_shape)
+    assert even_weights(unstrided_weight(weight, geometry), layout)
+    for tap in (0, 1, 4):
+        uneven = weight.copy()
+        uneven[:, 3, :, tap] = 0
+        assert not even_weights(unstrided_weight(uneven, geometry), layout), tap
 
 
 def test_outputs_belong_to_winograd() -> None:

@@ -43,7 +43,7 @@ from dispatcher.backends.opencl.steps import ROW, real_name, statistics_defines
 from dispatcher.backends.opencl.target import Facts, Target
 from dispatcher.backends.opencl.tiles import STORED_CHANNELS, Fold, LineLayout, Resources, Tile, Wanted, merged_shape
 from dispatcher.backends.opencl.winograd import WINOGRAD_CHANNELS, WinogradLayout
-from dispatcher.ops.geometry import ConvGeometry
+from dispatcher.ops.geometry import ConvGeometry, unstrided_weight
 from dispatcher.ops.steps import Pool
 
 SOURCE = "conv_transpose3d_lines.cl"
@@ -99,7 +99,7 @@ def ranked(
     if channels:
         return ranked_channel_tiles(geometry, fold, resources, wanted)
     if transformed:
-        return winograd.ranked_tiles(geometry, fold, resources, wanted)
+        return winograd.ranked_tiles(geometry.unstrided, fold, resources, wanted)
     found = tiles.ranked_tiles(geometry, fold, resources, wanted)
     if wanted.register_tile is not None or options.line is not None or not suits(geometry, resources.vec):
         return found
@@ -124,7 +124,7 @@ def best(
 
 def no_transform(geometry: ConvGeometry) -> str | None:
     """None when the Winograd core can run the geometry, else why not."""
-    return APART if geometry.skips else winograd.no_transform(geometry)
+    return APART if geometry.unstrided.skips else winograd.no_transform(geometry.unstrided)
 
 
 def choose(
@@ -241,7 +241,8 @@ def lower_lines(
     workers = min(target.facts.compute_units * WORKERS_PER_UNIT, max(1, items))
 
     def contraction(weight: np.ndarray) -> np.ndarray:
-        return convolution.contraction_weight(weight).reshape(geometry.weight_shape)
+        weight = convolution.contraction_weight(weight).reshape(geometry.weight_shape)
+        return unstrided_weight(weight, geometry) if tile.winograd else weight
 
     def pack(weight: np.ndarray) -> np.ndarray:
         weight = contraction(weight)
@@ -335,6 +336,7 @@ def render(
         "BOXES_W": layout.boxes[2],
         "BOX_W": tile.box_w,
         "IC": g.in_channels,
+        "IMAGE": math.prod(convolution.geometry.input_shape[1:]),
         "OC": g.out_channels,
         "GROUPS": g.groups,
         "GROUP_IC": g.in_channels // g.groups,
@@ -435,8 +437,9 @@ def render(
 
 def layout_of(geometry: ConvGeometry, fold: Fold | None, tile: Tile) -> LineLayout:
     """The layout of a tile."""
-    kind = WinogradLayout if tile.winograd else ChannelLayout if tile.channels else LineLayout
-    return kind(geometry, fold, tile)
+    if tile.winograd:
+        return WinogradLayout(geometry.unstrided, fold, tile)
+    return (ChannelLayout if tile.channels else LineLayout)(geometry, fold, tile)
 
 
 def _core(layout: LineLayout) -> tuple[dict[str, object], str, str]:

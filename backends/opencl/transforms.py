@@ -194,6 +194,8 @@ def axis_growth(axis: AxisGeometry, outputs: int) -> float:
 
 def axis_reason(axis: AxisGeometry) -> str | None:
     """None when every phase of the axis has a transform, else why not."""
+    if axis.strided is not None and axis.kernel == 2 and axis.strided.kernel < 2 * axis.strided.step:
+        return f"{axis.name}: most phases of the input have one tap"
     for phase in axis.phases:
         if not 1 <= len(phase.taps) <= MOST_TAPS:
             return f"{axis.name}: a phase has {len(phase.taps)} taps; transforms exist for 1 to {MOST_TAPS}"

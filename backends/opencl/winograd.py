@@ -59,6 +59,8 @@ MOST_SPREAD = 4
 EDGE_COST = 1.0
 #: How much longer a box takes that fills more than a share of the cache; input, weights and results pass it as well.
 SPILL_COST, SPILL_SHARE = 1.05, 0.75
+#: Cost of a vector of packed input for each time that scratch, but for the lines, fills the cache, from so many on.
+FAR_COST, NEAR = 25.0, 1.8
 #: The same where all but the packed input fits the cache no more, for each time that the cache is filled; and the most.
 OVERFLOW_COST, MOST_OVERFLOW = 0.05, 1.5
 #: How many sub-lines a row of results is interleaved from by whole vectors.
@@ -81,14 +83,30 @@ def no_transform(geometry: ConvGeometry) -> str | None:
     return None
 
 
+def counted(geometry: ConvGeometry) -> float:
+    """The input channels a group of :data:`LEAST_CHANNELS`.
+
+    Phases of one channel's input, which may be large together, count half; where some have fewer taps than transforms
+    mix, an output reads less, beside more that rounds.
+    """
+    channels, phases = geometry.in_channels / geometry.groups, 1
+    for axis in geometry.axes:
+        if axis.strided is not None:
+            phases *= axis.strided.input_phases
+            channels *= (axis.strided.kernel / (axis.strided.input_phases * axis.kernel)) ** 2
+    return channels / min(2, phases)
+
+
 def least_channels(geometry: ConvGeometry) -> int:
-    """The fewest input channels a group with which Winograd may be chosen for a geometry that it can run."""
-    return max(LEAST_CHANNELS[axis.most_taps] for axis in geometry.axes if axis.most_taps in LEAST_CHANNELS)
+    """The fewest input channels a group with which Winograd may be chosen, where it can run the unstrided geometry."""
+    axes = geometry.unstrided.axes
+    least = max(LEAST_CHANNELS[axis.most_taps] for axis in axes if axis.most_taps in LEAST_CHANNELS)
+    return math.ceil(least * geometry.in_channels / geometry.groups / counted(geometry.unstrided))
 
 
 def choices(geometry: ConvGeometry, fold: Fold | None) -> list[tuple[int, int, int]]:
     """Outputs along depth, height and width that transforms may yield at once, the fewest first."""
-    few = geometry.in_channels // geometry.groups < WINOGRAD_CHANNELS
+    few = counted(geometry) < WINOGRAD_CHANNELS
     ranges = [
         range(1, min(2 if few else MOST_OUTPUTS, most_outputs(axis.most_taps)) + 1)
         if axis_reason(axis) is None and axis.most_taps > 1
@@ -217,17 +235,24 @@ class WinogradLayout(LineLayout):
     def channel(self) -> int:
         return odd_lines(self.tile.rows * self.sub_lines * self.edge)
 
+    def source_w(self, place: int) -> int:
+        """Input along width, in memory, of the first phase of an input of the geometry's."""
+        source = self.geometry.width.strided
+        return place if source is None else source.step * place - source.phase_lead
+
     @cached_property
     def row_lead(self) -> int:
         """Zeros before a row of input."""
-        return max(0, -self.geometry.width.offset_range[0])
+        width = self.geometry.width
+        return max(0, -self.source_w(width.offset_range[0]))
 
     @cached_property
     def row_size(self) -> int:
         """A row of input between zeros, before it is dealt out."""
         width, m = self.geometry.width, self.tile.columns
         dealt = max(0, width.offset_range[0]) + m * round_up(self.pitch, self.tile.vec) + self.sub_lines
-        return round_up(self.row_lead + max(width.input, dealt) + self.tile.vec, 16)
+        source = width.strided or width
+        return round_up(self.row_lead + max(source.input, source.step * dealt) + self.tile.vec, 16)
 
     @property
     def most_parts(self) -> int:
@@ -277,10 +302,15 @@ class WinogradLayout(LineLayout):
         return sum(self.parts_sizes) + self.lines_size
 
 
-def work(layout: WinogradLayout, device: DeviceClass) -> float:
+def work(layout: WinogradLayout, device: DeviceClass, filled: float = 0.0) -> float:
     """Cost of one box without the fused steps, in the units of :func:`dispatcher.backends.opencl.tiles.work`.
 
     The average over all boxes along height: tile rows beyond the last position are left out.
+
+    Args:
+        layout: of the box.
+        device: that it runs on.
+        filled: how many times scratch but for the lines fills the cache.
     """
     g, tile = layout.geometry, layout.tile
     group_ic = g.in_channels // g.groups
@@ -301,8 +331,8 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     for d in g.depth.phases:
         inputs_d, outputs_d = terms(tile.planes, len(d.taps))
         parts_d = len(reads(d, tile.planes))
-        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out.
-        dealt = 1 + 3 * layout.sub_lines // tile.columns
+        # Loads, sums, and what memory takes; a row of each sum is stored, loaded and dealt out, again with a flat form.
+        dealt = 4 + (3 if tile.columns == 3 else 1) * (layout.sub_lines // tile.columns - 1)
         packing = row_vectors * (2 * inputs_d + dealt * parts_d) + ROW_COST * parts_d
         transforms += g.in_channels * layout.rows * packing
         for h in g.height.phases:
@@ -325,7 +355,8 @@ def work(layout: WinogradLayout, device: DeviceClass) -> float:
     edge_taps = _edge_taps(g, layout.positions, tile.outputs)
     tiles = tile_rows * layout.line_positions * math.prod(tile.outputs)
     edges = EDGE_COST * edge_taps * tiles * group_ic * g.out_channels / edge_lanes(tile.thread_c)
-    return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + store + edges)
+    far = FAR_COST * max(0.0, filled - NEAR) * g.depth.stride * layout.parts_sizes[0] / tile.vec
+    return tile.box_d / tile.planes * (products + TRANSFORM_COST * transforms + far + store + edges)
 
 
 def edge_lanes(channels: int) -> int:
@@ -403,9 +434,11 @@ def ranked_tiles(
                 if fits or place == 0:
                     items = math.prod(layout.boxes)
                     busy = imbalance(items * max(1, geometry.batch), resources.units)
-                    cost = spills * items * work(layout, device) * busy
+                    filled = sum(layout.parts_sizes) * resources.itemsize / resources.cache_bytes
+                    cost = spills * items * work(layout, device, filled) * busy
                     if not fits:
                         cost *= min(MOST_OVERFLOW, 1.0 + OVERFLOW_COST * size / resources.cache_bytes)
-                    # Within the error of the estimates transforms of fewer outputs win, which round less.
-                    candidates.append((cost, (order, number, size), tile))
+                    # Within the error of the estimates transforms of fewer outputs win, which round less; then those
+                    # whose rows are not dealt out, nor interleaved, by three.
+                    candidates.append((cost, (math.prod(outputs), columns == 3, order, number, size), tile))
     return best_first(candidates)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, product
 
@@ -40,9 +39,15 @@ def even_weights(weight: np.ndarray, layout: LineLayout) -> bool:
     channels = geometry.in_channels // geometry.groups
     sizes = np.abs(weight, dtype=np.float64).reshape(geometry.groups, channels, *weight.shape[1:])
     largest = sizes.max(axis=(1, *mixed), keepdims=True)[:, 0]
-    even = (sizes.sum(axis=1) >= min(math.sqrt(channels) / 4.0, channels / 16.0) * largest).all()
-    vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1)
-    return not mixed or bool(even and vanishing.max() <= channels // 8)
+    # Of a strided convolution, the channels are phases of the input, and the last taps are not in all of them.
+    present = channels * np.ones(1)
+    for axis in geometry.axes:
+        source = axis.strided or axis
+        phases = np.minimum(source.kernel - source.step * np.arange(axis.kernel)[::-1], source.input_phases)
+        present = np.multiply.outer(present, phases / source.input_phases)
+    even = (sizes.sum(axis=1) >= np.minimum(np.sqrt(present) / 4.0, present / 16.0) * largest).all()
+    vanishing = (sizes <= 2.0**-12 * largest[:, np.newaxis]).sum(axis=1) - (channels - present)
+    return not mixed or bool(even and (vanishing <= present // 8).all())
 
 
 def winograd_starts(layout: WinogradLayout) -> list[int]:
@@ -144,6 +149,16 @@ def _sums(name: str, rows: Sequence[Row]) -> str:
     return f"#define {name}(x, y) do {{ {' '.join(statements)} }} while (0)\n"
 
 
+def _source(axis: AxisGeometry) -> Iterator[tuple[str, int]]:
+    """What the kernel has to know of the axis in memory, whose inputs may be dealt out to phases."""
+    source = axis.strided or axis
+    yield "SOURCE", source.input
+    yield "APART", source.step
+    yield "DEALT", source.input_phases
+    yield "FULL", source.input_phases if axis.strided is None else source.kernel - source.step * (axis.kernel - 1)
+    yield "LEAD", source.phase_lead
+
+
 def _share(axis: AxisGeometry, outputs: int) -> list[int]:
     """For each phase the outputs that share products."""
     return [outputs if len(phase.taps) > 1 else 1 for phase in axis.phases]
@@ -164,10 +179,12 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
     first = [[min(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
     last = [[max(p for p, f in enumerate(row) if f) for row in each.outputs] for each in along_depth]
     taps_d, taps_h = (sorted({len(phase.taps) for phase in phases}) for phases in (depth, height))
+    dealt = {f"{name}_{axis}": value for axis, each in zip("DHW", g.axes, strict=True) for name, value in _source(each)}
     values: dict[str, object] = {
         "THREAD_W": tile.thread_w,
         "EDGE_LANES": edge_lanes(tile.thread_c),
         "LOW_W": g.width.offset_range[0],
+        **dealt,
         "MOST_TAPS": max(axis.most_taps for axis, m in zip(g.axes, tile.outputs, strict=True) if m > 1),
         "M_D": tile.planes, "M_H": tile.rows, "M_W": tile.columns,
         "PHASES_W": g.width.stride,
@@ -185,6 +202,7 @@ def core(layout: WinogradLayout, direct_starts: Sequence[int]) -> tuple[dict[str
         "PRODUCTS": layout.products,
         "BLOCK_C": layout.block,
         "SUM_IC": -(-(g.in_channels // g.groups) // -(-(g.in_channels // g.groups) // SUM)),
+        "ENDS_W": 1 + (dealt["FULL_W"] < dealt["DEALT_W"]),
         "TAP_WEIGHTS": layout.weights_per_tap,
         "VECTORS": layout.vectors,
         "ROW_SIZE": layout.row_size,

@@ -19,10 +19,11 @@ phase is therefore a dense little convolution over ``m`` with constant offsets: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dispatcher.errors import GeometryError
@@ -56,6 +57,7 @@ class AxisGeometry:
     Attributes:
         step: inputs from the window of one output to that of the next; above 1 in ordinary convolutions alone, whose
             stride it is. Output ``o`` and tap ``k`` meet at input ``i``, ``i*stride = o*step + padding - k*dilation``.
+        strided: the axis whose :attr:`unstrided` it is; None for any other.
 
     Raises:
         GeometryError: an extent is out of range or the output extent is not positive.
@@ -69,6 +71,7 @@ class AxisGeometry:
     output_padding: int = 0
     dilation: int = 1
     step: int = 1
+    strided: AxisGeometry | None = None
 
     def __post_init__(self) -> None:
         self._check(("input", 1), ("kernel", 1), ("stride", 1), ("dilation", 1), ("padding", 0), ("output_padding", 0))
@@ -125,6 +128,30 @@ class AxisGeometry:
         """Zeros before and after the input of the ordinary convolution that this axis is; see :meth:`ordinary`."""
         before = self.dilation * (self.kernel - 1) - self.padding
         return before, before + self.output_padding
+
+    @property
+    def input_phases(self) -> int:
+        """Residues modulo ``step`` of the inputs of a window, its first one's being 0."""
+        return min(self.step, self.kernel)
+
+    @property
+    def phase_lead(self) -> int:
+        """Input ``i`` of phase ``r`` of :attr:`unstrided` is input ``i*step + r - phase_lead`` here."""
+        return self.ordinary_padding[0] % self.step
+
+    @cached_property
+    def unstrided(self) -> AxisGeometry:
+        """The axis of step 1 along which the phases of the input, as channels, give the same outputs.
+
+        Tap ``q*step + r`` of an ordinary convolution is tap ``q`` of phase ``r``; a phase with fewer taps ends with
+        zeros. An axis of step 1, of dilated taps, or of which a window reads nothing but padding, stays what it is.
+        """
+        taps, lead = -(-self.kernel // self.step), self.ordinary_padding[0] // self.step
+        extent = min(-(-(self.input + self.phase_lead) // self.step), self.output + taps - 1 - lead)
+        if self.step == 1 or self.dilation > 1 or extent < 1:
+            return self
+        padding = lead, self.output + taps - 1 - lead - extent
+        return replace(AxisGeometry.ordinary(self.name, extent, taps, padding=padding), strided=self)
 
     @property
     def output(self) -> int:
@@ -201,6 +228,22 @@ def contraction_view(weight: NDArray[Any], groups: int) -> NDArray[Any]:
     return ordered
 
 
+def unstrided_weight(weight: NDArray[Any], geometry: ConvGeometry) -> NDArray[Any]:
+    """The weights, as :func:`contraction_view` has them, of a convolution's :attr:`ConvGeometry.unstrided`."""
+    sizes: list[int] = []
+    missing, phases = [], []
+    for axis in geometry.unstrided.axes:
+        strided = axis.strided or axis
+        sizes += axis.kernel, strided.step
+        missing.append((axis.kernel * strided.step - strided.kernel, 0))
+        phases.append(slice(strided.step - strided.input_phases, None))
+    # Taps are in reverse order, and so are the phases within them at first.
+    split = np.pad(weight, [(0, 0), (0, 0), *missing]).reshape(*weight.shape[:2], *sizes)
+    cut = split.transpose(0, 3, 5, 7, 1, 2, 4, 6)[:, phases[0], phases[1], phases[2]][:, ::-1, ::-1, ::-1]
+    ordered: NDArray[Any] = cut.reshape(-1, *cut.shape[4:])
+    return ordered
+
+
 @dataclass(frozen=True)
 class ConvGeometry:
     """A whole convolution.
@@ -259,6 +302,16 @@ class ConvGeometry:
     def skips(self) -> bool:
         """Whether the windows of neighbouring outputs lie more than one input apart on some axis."""
         return any(axis.step > 1 for axis in self.axes)
+
+    @cached_property
+    def unstrided(self) -> ConvGeometry:
+        """The convolution over phases of the input as channels, ``[channel][phase]`` by depth, height and width.
+
+        Along an axis that cannot be seen that way ``step`` stays.
+        """
+        axes = [axis.unstrided for axis in self.axes]
+        phases = math.prod(axis.strided.input_phases for axis in axes if axis.strided is not None)
+        return ConvGeometry(self.batch, phases * self.in_channels, self.out_channels, self.groups, *axes)
 
     @property
     def kernel_volume(self) -> int:

@@ -42,7 +42,7 @@ kernel void KERNEL_NAME(global const REAL *restrict x, global const REAL *restri
     if (item >= items) break;
     const int first_w = item % BOXES_W * BOX_W, first_h = item / BOXES_W % BOXES_H * BOX_H,
               first_d = item / (BOXES_W * BOXES_H) % BOXES_D * BOX_D, n = item / (BOXES_W * BOXES_H * BOXES_D);
-    global const REAL *image = x + (size_t)n * ((size_t)IC * ID * IH * IW);
+    global const REAL *image = x + n * (size_t)IMAGE;
     begin_box(base, image, first_d, first_h, first_w, operands);
     MARK(PACK)
 #if USE_FOLD

@@ -35,20 +35,27 @@
 // last.
 //
 // x: the vector's input of that channel, of which a tile reads rows at[0 .. taps + M_H - 1); sum, largest: over channels so far, of the
-// rows of each output along height, for each input along width.
-__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[REACH_W], real_v (*largest)[REACH_W],
-                                                   const int taps, const int c, const int lane, const int tiles, global int *marks) {
-  const bool first_channel = c % GROUP_IC == 0;
+// rows of each output along height, for each input along width, and of the same as the last one of a window.
+__attribute__((always_inline)) static void measure(global const REAL *x, const int *at, real_v (*sum)[ENDS_W][REACH_W],
+                                                   real_v (*largest)[ENDS_W][REACH_W], const int taps, const int c, const int lane,
+                                                   const int tiles, global int *marks) {
+  // Phases of a strided convolution's input may have no last tap.
+  const bool last_row = c / DEALT_W % DEALT_H < FULL_H, last_column = c % DEALT_W < FULL_W;
 #pragma unroll
   for (int k = 0; k < REACH_W; k++)
 #pragma unroll
     for (int jh = 0; jh < M_H; jh++) {
       real_v load = fabs(LOAD_V(x + at[jh] + COLUMN_AT(k)));
 #pragma unroll
-      for (int b = 1; b < taps; b++) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
-      const real_v before = first_channel ? SPLAT(R(0.0)) : largest[jh][k];
-      largest[jh][k] = load > before ? load : before;
-      sum[jh][k] = first_channel ? load : sum[jh][k] + load;
+      for (int b = 1; b < taps; b++)
+        if (b < taps - 1 || last_row) load += fabs(LOAD_V(x + at[jh + b] + COLUMN_AT(k)));
+#pragma unroll
+      for (int end = 0; end < ENDS_W; end++) {
+        if (end && !last_column) continue;
+        const real_v before = c % GROUP_IC == 0 ? SPLAT(R(0.0)) : largest[jh][end][k];
+        largest[jh][end][k] = load > before ? load : before;
+        sum[jh][end][k] = c % GROUP_IC == 0 ? load : sum[jh][end][k] + load;
+      }
     }
   if (c % GROUP_IC < GROUP_IC - 1) return;
 COLD_LOOP
@@ -57,9 +64,10 @@ COLD_LOOP
     real_v all = SPLAT(R(0.0)), most = all, column = all;
 COLD_LOOP
     for (int k = first; k < first + TAPS_W[rw]; k++) {
-      all += sum[jh][k];
-      most += largest[jh][k];
-      column = sum[jh][k] > column ? sum[jh][k] : column;
+      const int end = k == first + TAPS_W[rw] - 1 ? ENDS_W - 1 : 0;
+      all += sum[jh][end][k];
+      most += largest[jh][end][k];
+      column = sum[jh][end][k] > column ? sum[jh][end][k] : column;
     }
     most *= SPLAT(taps > 1 ? max(R(2.0), R(0.5) * sqrt((REAL)GROUP_IC)) : R(0.75) * sqrt((REAL)GROUP_IC));
     column *= SPLAT(TAPS_W[rw] > 1 ? R(1.0) / MOST_IN_A_COLUMN(TAPS_W[rw]) : R(0.0));
@@ -106,8 +114,18 @@ COLD_LOOP
 }
 
 // Marks the tiles with a small output among the first `tiles` tile rows. rows: positions from the box's first one along height.
-__attribute__((noinline)) static void mark_small_outputs(global const REAL *sums, const int rd, const int rh, const int planes, const int rows, const int tiles,
+__attribute__((noinline)) static void mark_small_outputs(global REAL *sums, const int rd, const int rh, const int planes, const int rows, const int tiles,
                                global int *marks) {
+  // What lies beyond the width is no small output: lest a vector of each tile row be looked at lane by lane.
+COLD_LOOP
+  for (int at = POSITIONS_W - 1; WIDTH % M_W > 0 && at < tiles * ROW; at += ROW)
+COLD_LOOP
+    for (int row = 0; row < M_D * M_H; row++)
+COLD_LOOP
+      for (int q = WIDTH % M_W * PHASES_W; q < STRIDE_W; q++) {
+        global REAL *const sum = sums + (row * STRIDE_W + q) * LINE + at;
+        *sum = max(*sum, *(sum - PHASES_W * LINE));
+      }
 COLD_LOOP
   for (int first = 0; first < min(VECTORS * VEC, tiles * ROW); first += VEC)
 COLD_LOOP
@@ -183,13 +201,14 @@ COLD_LOOP
 COLD_LOOP
     for (int k = 0; k < REACH_W; k++) {
       const int h = first_h + LOW_H + lane / ROW * M_H + INPUT_H[rh][b], w = LOW_W + lane % ROW * M_W + k;
-      const bool inside = (uint)d < ID && (uint)h < IH && (uint)w < IW;
 COLD_LOOP
       for (int c = 0; c < IC; c++) {
+        const int at_d = SOURCE_AT(D, d, c / (DEALT_H * DEALT_W) % DEALT_D), at_h = SOURCE_AT(H, h, c / DEALT_W % DEALT_H),
+                  at_w = SOURCE_AT(W, w, c % DEALT_W), channel = c / (DEALT_D * DEALT_H * DEALT_W);
         real_v value = SPLAT(R(0.0));
-        if (inside) {
-          value = SPLAT(x[(((size_t)c * ID + d) * IH + h) * IW + w]);
-          PROLOGUE(value, c);
+        if ((uint)at_d < SOURCE_D && (uint)at_h < SOURCE_H && (uint)at_w < SOURCE_W) {
+          value = SPLAT(x[(((size_t)channel * SOURCE_D + at_d) * SOURCE_H + at_h) * SOURCE_W + at_w]);
+          PROLOGUE(value, channel);
         }
         patch[(b * REACH_W + k) * IC + c] = LANE0(value);
       }

@@ -7,7 +7,7 @@ static void PASTE(winograd_inputs_, TAPS)(global REAL *restrict v, global const 
                                           const int lane, const int tiles, global int *restrict marks) {
   int at[PARTS];
   for (int b = 0; b < PARTS; b++) at[b] = ROW_AT(INPUT_H[rh][b]);
-  real_v sum[THREAD_W][M_H][REACH_W], largest[THREAD_W][M_H][REACH_W];
+  real_v sum[THREAD_W][M_H][ENDS_W][REACH_W], largest[THREAD_W][M_H][ENDS_W][REACH_W];
   for (int c = 0; c < IC; c++)
     for (int j = 0; j < width; j++) {
       global const REAL *const from = e + (size_t)c * CHANNEL + j * VEC;
