@@ -18,8 +18,9 @@ from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.torch.draft import SymbolicError, write, yaml_text
-from dispatcher.torch.graph import NO_STEP, Constant, Graph, Unsupported
+from dispatcher.torch.graph import NO_STEP, Constant, Graph
 from dispatcher.torch.layers import HANDLERS
+from dispatcher.torch.nodes import Unsupported
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 

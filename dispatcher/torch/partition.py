@@ -12,9 +12,10 @@ import torch
 from dispatcher.errors import DispatcherError, UnsupportedError
 from dispatcher.problem.operator import DTYPES
 from dispatcher.torch.draft import RefusedError
-from dispatcher.torch.graph import NO_STEP, Constant, base_of, describe, operator_name
+from dispatcher.torch.graph import NO_STEP, Constant
 from dispatcher.torch.importing import Imported, translate
 from dispatcher.torch.layers import HANDLERS
+from dispatcher.torch.nodes import base_of, describe, operator_name
 from dispatcher.torch.patterns import PARTS
 
 #: Operators that rearrange: alone they end no group, but a group may go on behind them.
