@@ -175,6 +175,6 @@ def test_the_guide_s_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
     guide = (Path(__file__).resolve().parent.parent / "docs" / "pytorch.md").read_text(encoding="utf-8")
     chapters = guide[guide.index("## Tensors") :]  # test_torch_import.py runs the one before
     programs = re.findall(r"^```python\n(.*?)^```$", chapters, re.DOTALL | re.MULTILINE)
-    assert len(programs) == 3
+    assert len(programs) == 4
     for program in programs:
         exec(program, {})
