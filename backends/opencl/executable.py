@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ HALF_RUN = 1024
 #: Operators of no more FLOPs and bytes than BRIEF are waited for without sleeping, for so many seconds: a thread that
 #: slept is woken late, and with cold caches.
 BRIEF, BRIEF_S = 1 << 20, 100e-6
+#: Workers of operators of no more FLOPs and bytes than this are kept apart: in longer calls their places matter little.
+LONG = 1 << 33
 
 
 def launches_of(runtime: OpenClRuntime, operator: Operator, options: Options) -> list[Launch]:
@@ -117,7 +119,9 @@ class OpenClExecutable:
         self._lock = threading.Lock()
         self._queue = runtime.queue()
         # A device of one unit may need the core that would wait.
-        self._brief = runtime.facts.compute_units > 1 and max(operator.flops, operator.ideal_bytes) <= BRIEF
+        work = max(operator.flops, operator.ideal_bytes)
+        self._brief = runtime.facts.compute_units > 1 and work <= BRIEF
+        self._apart = runtime.workers.apart if runtime.facts.cpu and BRIEF < work <= LONG else nullcontext
         self._final = len(operator.steps)
         self._result_bytes = math.prod(operator.output_shape) * (2 if self._half else self._real.itemsize)
         self._plans: dict[Options, Plan] = {}
@@ -196,7 +200,7 @@ class OpenClExecutable:
         if output is None:
             output = self._runtime.host.empty(self._operator.output_shape, dtype)
         try:
-            with self._lock:
+            with self._lock, self._apart():
                 # A call that is broken off leaves nothing: what it had may be half made, or still be written to.
                 kept, self._kept = self._kept, {}
                 self._run(kept, tensors, bits_of(output), timings)
