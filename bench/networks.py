@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -47,6 +47,8 @@ PROGRAM = "networks"
 REPEATS, SEED = 9, 0
 #: A result that differs from float64's by more than this share of the largest value is wrong.
 TOLERANCE = 1e-4
+#: Behind a device's name: the contender whose module is not frozen.
+GUARDED = "-guarded"
 
 Call = Callable[[Any], Any]
 
@@ -113,7 +115,20 @@ class Factored(nn.Module):
 
 
 def video(widths: Sequence[int], classes: int) -> nn.Sequential:
-    """A classifier of short videos, a stack of factored blocks."""
+    """A classifier of short videos, convolutions over space and time with pools between them (after Tran et al.,
+    "Learning spatiotemporal features with 3D convolutional networks", 2015)."""
+    layers: list[nn.Module] = []
+    for level, (ins, outs) in enumerate(itertools.pairwise((3, *widths))):
+        for each in (ins,) if level < 2 else (ins, outs):
+            layers += [nn.Conv3d(each, outs, 3, padding=1, bias=False), nn.BatchNorm3d(outs), nn.ReLU(True)]
+        if outs != widths[-1]:
+            layers.append(nn.MaxPool3d((2 if level else 1, 2, 2)))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(widths[-1], classes))
+
+
+def factored_video(widths: Sequence[int], classes: int) -> nn.Sequential:
+    """A classifier of short videos whose convolutions are over space or over time (after Tran et al., "A closer look at
+    spatiotemporal convolutions for action recognition", 2018)."""
     stem = nn.Conv3d(3, widths[0], (1, 7, 7), (1, 2, 2), (0, 3, 3), bias=False)
     layers: list[nn.Module] = [
         stem,
@@ -132,6 +147,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "decoder-2d": (partial(decoder, 2, (128, 64, 32, 16), 3), (4, 128, 16, 16)),
     "decoder-3d": (partial(decoder, 3, (64, 32, 16), 1), (1, 64, 16, 16, 16)),
     "video": (partial(video, (16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
+    "video-factored": (partial(factored_video, (16, 32, 64, 128), 40), (1, 3, 16, 112, 112)),
 }
 
 
@@ -142,10 +158,11 @@ def channels_last(module: nn.Module, x: Any) -> tuple[nn.Module, Call]:
     return copy.deepcopy(module).to(memory_format=layout), lambda y: y.to(memory_format=layout)
 
 
-def torch_peer(module: nn.Module, x: Any, *, last: bool, compiled: bool) -> Call:
-    """PyTorch, eager or compiled by Inductor."""
+def torch_peer(module: nn.Module, x: Any, *, last: bool, compiled: bool = False, frozen: bool = False) -> Call:
+    """PyTorch, eager or compiled by Inductor, which may take weights for constants."""
     module, convert = channels_last(module, x) if last else (module, lambda y: y)
-    run = torch.compile(module, dynamic=False, fullgraph=True) if compiled else module
+    options = {"freezing": True} if frozen else None
+    run = torch.compile(module, dynamic=False, fullgraph=True, options=options) if compiled else module
     return lambda y: run(convert(y)).contiguous()
 
 
@@ -160,18 +177,29 @@ def openvino_peer(module: nn.Module, x: Any) -> Call:
     return lambda y: torch.from_numpy(compiled(y.numpy(), share_inputs=True, share_outputs=True)[0])
 
 
-def ours(module: nn.Module, x: Any, device: str) -> Call:
+def ours(module: nn.Module, x: Any, device: str, *, frozen: bool) -> Call:
     """What users get of ``dispatcher.torch.compile``."""
     import dispatcher.torch
 
-    return dispatcher.torch.compile(module, (x,), device=device)
+    return dispatcher.torch.compile(module, (x,), device=device, frozen=frozen)
+
+
+def our_labels(devices: Sequence[Device]) -> dict[str, str]:
+    """What each of our contenders is called: frozen modules, as OpenVINO's are, and those that can be trained on."""
+    labels = {}
+    for device in devices:
+        labels[device.id] = common.device_label(device)
+        labels[device.id + GUARDED] = f"{common.device_label(device)}, not frozen"
+    return labels
 
 
 PEERS: dict[str, Callable[[nn.Module, Any], Call]] = {
-    "eager": partial(torch_peer, last=False, compiled=False),
-    "channels-last": partial(torch_peer, last=True, compiled=False),
+    "eager": partial(torch_peer, last=False),
+    "channels-last": partial(torch_peer, last=True),
     "inductor": partial(torch_peer, last=False, compiled=True),
     "inductor-channels-last": partial(torch_peer, last=True, compiled=True),
+    "inductor-frozen": partial(torch_peer, last=False, compiled=True, frozen=True),
+    "inductor-frozen-channels-last": partial(torch_peer, last=True, compiled=True, frozen=True),
     "openvino": openvino_peer,
 }
 
@@ -214,7 +242,10 @@ def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     with FlopCounterMode(display=False) as counter:
         result = module(x)
     numbers = sum(each.numel() for each in (x, result, *module.parameters()))
-    makers = {each: PEERS[each] for each in settings.peers} | {d.id: partial(ours, device=d.id) for d in devices}
+    makers: dict[str, Callable[[nn.Module, Any], Call]] = {each: PEERS[each] for each in settings.peers}
+    for device in devices:
+        makers[device.id] = partial(ours, device=device.id, frozen=True)
+        makers[device.id + GUARDED] = partial(ours, device=device.id, frozen=False)
     turns: dict[str, Callable[[], float]] = {}
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -239,10 +270,10 @@ def measure(name: str, devices: Sequence[Device], run: Run) -> dict[str, Any]:
     return {**facts, "results": results, "failures": failures}
 
 
-def conclude(case: dict[str, Any], devices: Sequence[Device], threshold: float) -> None:
-    """Put the statistics into a case: summaries, the best peer, ratios."""
+def conclude(case: dict[str, Any], labels: Collection[str], threshold: float) -> None:
+    """Put the statistics into a case: summaries, the best peer, ratios of ours, which ``labels`` names."""
     times = {each: common.add_statistics(result, threshold) for each, result in case["results"].items()}
-    mine = [each.id for each in devices if each.id in times]
+    mine = [each for each in labels if each in times]
     best = min(times.keys() - {*mine}, key=lambda each: times[each].median_s, default=None)
     case["best_peer"] = best
     case["ratios"] = {} if best is None else {each: asdict(ratio(times[best], times[each])) for each in mine}
@@ -312,9 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(cores())
     with torch.no_grad():
         cases = common.until_interrupted(partial(measure, name, run.devices, run) for name in settings.only)
+    labels = our_labels(run.devices)
     for case in cases:
-        conclude(case, run.devices, run.threshold)
-    labels = {device.id: common.device_label(device) for device in run.devices}
+        conclude(case, labels, run.threshold)
     report = run.report(labels=labels, tolerance=TOLERANCE, cases=cases)
     if settings.add is not None:
         kept = json.loads(settings.add.read_text(encoding="utf-8"))

@@ -301,7 +301,8 @@ def test_the_benchmark_of_networks_checks_first(
     assert networks.main(options) == 0
     report = json.loads(output.read_text(encoding="utf-8"))
     (case,) = report["cases"]
-    assert set(case["results"]) == {"eager", opencl.id} and set(case["ratios"]) == {opencl.id}
+    mine = {opencl.id, opencl.id + networks.GUARDED}
+    assert set(case["results"]) == {"eager", *mine} and set(case["ratios"]) == mine
     assert "differs from float64" in case["failures"]["wrong"] and case["flops"] > 0
     assert "`tiny`, 1x8x4" in capsys.readouterr().out
 

@@ -80,6 +80,7 @@ class Plan:
         tensors: names of the tensors that launches read besides the pipeline's input and what is packed.
         packed: names of those that are packed.
         storage: see :func:`shared_storage`.
+        in_result: values that live where the result does.
         rows_bytes: bytes of the statistics of each value.
     """
 
@@ -89,6 +90,7 @@ class Plan:
         self.tensors = tuple({each.name: None for each in arguments if isinstance(each, Tensor)})
         self.packed = tuple({name: None for launch in launches for name in launch.packed})
         self.storage = shared_storage(launches)
+        self.in_result = [value for value, home in self.storage.items() if home == launches[-1].lowered.output]
         self.rows_bytes = {each.value: each.elements * itemsize for each in arguments if isinstance(each, Rows)}
 
     def prepare(self, kept: Kept, tensors: Tensors) -> str | None:
@@ -242,14 +244,12 @@ class OpenClExecutable:
             call.tensors[name] = self._upload(call, tensors[name])
         call.values[0] = self._upload(call, tensors[self._operator.source])
         target = self._target(output)
-        call.values[self._final] = self._runtime.buffer(self._value_bytes(self._final)) if self._half else target
-        for value, home in plan.storage.items():
-            if home != self._final:
-                call.values[home] = self._buffer(call, "value", home, self._value_bytes(home))
-                call.between.add(value)
-            call.values[value] = call.values[home]
-        for value, nbytes in plan.rows_bytes.items():
-            call.rows[value] = self._buffer(call, "rows", value, nbytes)
+        final = self._runtime.buffer(self._value_bytes(self._final)) if self._half else target
+        call.values |= dict.fromkeys((self._final, *plan.in_result), final)
+        if (plan, 1) not in call.kept:
+            call.kept[plan, 1] = self._memory_between(plan, call)
+        call.between, call.rows = call.kept[plan, 1]
+        call.values |= call.between
         if timings is not None:
             self._queue.finish()
             timings.upload_s += time.perf_counter() - start
@@ -271,11 +271,17 @@ class OpenClExecutable:
         if timings is not None:
             timings.download_s += time.perf_counter() - start
 
-    def _buffer(self, call: Call, kind: str, value: int, nbytes: int) -> Any:
-        """Memory between launches: an earlier call's, or new."""
-        if (kind, value) not in call.kept:
-            call.kept[kind, value] = self._runtime.buffer(nbytes)
-        return call.kept[kind, value]
+    def _memory_between(self, plan: Plan, call: Call) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Buffers of the values between a plan's launches, and of statistics: another plan's where it has some."""
+
+        def buffer(kind: str, value: int, nbytes: int) -> Any:
+            if (kind, value) not in call.kept:
+                call.kept[kind, value] = self._runtime.buffer(nbytes)
+            return call.kept[kind, value]
+
+        homes = {value: home for value, home in plan.storage.items() if value not in plan.in_result}
+        values = {value: buffer("value", home, self._value_bytes(home)) for value, home in homes.items()}
+        return values, {value: buffer("rows", value, nbytes) for value, nbytes in plan.rows_bytes.items()}
 
     def _upload(self, call: Call, array: np.ndarray) -> Any:
         """A device buffer with the values of ``array`` as ``real``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -53,14 +53,14 @@ Kept: TypeAlias = dict[tuple[Any, int], Any]
 class Call:
     """The buffers of one call, the events of its launches, and what their guards hold, with what brings it here.
 
-    Values ``between`` launches are in buffers that are kept.
+    Values ``between`` launches, which are among ``values``, and ``rows`` are in buffers that are kept.
     """
 
     queue: Any
     kept: Kept
     values: dict[int, Any]
-    between: set[int] = field(default_factory=set)
-    rows: dict[int, Any] = field(default_factory=dict)
+    between: Mapping[int, Any] = field(default_factory=dict)
+    rows: Mapping[int, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     events: list[tuple[str, Any]] = field(default_factory=list)
     guards: dict[tuple[Launch, int], tuple[np.ndarray, Any]] = field(default_factory=dict)

@@ -21,13 +21,14 @@ except ModuleNotFoundError as _error:
 if TYPE_CHECKING:  # an alias of the same name exports it
     from dispatcher.errors import UnsupportedError as UnsupportedError
     from dispatcher.torch.compiler import compile as compile
-    from dispatcher.torch.compiler import report as report
+    from dispatcher.torch.groups import report as report
     from dispatcher.torch.importing import Imported as Imported
     from dispatcher.torch.importing import import_module as import_module
     from dispatcher.torch.operators import custom_op as custom_op
 
 _HOMES = {
-    "compiler": ("compile", "report"),
+    "compiler": ("compile",),
+    "groups": ("report",),
     "importing": ("Imported", "UnsupportedError", "import_module"),
     "operators": ("custom_op",),
 }

@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from dispatcher.call.compiled import CompiledOperator, Settings
 from dispatcher.errors import InputError
-from dispatcher.torch.compiler import GraphReport, Group, cut, new_report
+from dispatcher.torch.groups import GraphReport, Group, cut, new_report
 from dispatcher.torch.importing import Imported, captured, tensor_inputs
 from dispatcher.torch.partition import Piece, fold, without_writes
 
