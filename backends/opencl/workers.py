@@ -50,35 +50,36 @@ class Workers:
         each but one, nothing is done.
         """
         mine = time.perf_counter() - self._ended > AWAKE_S and self._lock.acquire(blocking=False)
-        masks: Mapping[int, set[int]] = {}
+        before: Mapping[int, set[int]] = {}
+        meanwhile: Mapping[int, set[int]] = {}
         try:
             if mine and 0 < len(self._threads) <= MOST_WORKERS:
-                masks = self._spread()
+                before, meanwhile = self._places()
+            _restrict(meanwhile)
             yield
         finally:
-            _restrict(masks)
+            _restrict(before)
             self._ended = time.perf_counter()
             if mine:
                 self._lock.release()
 
-    def _spread(self) -> Mapping[int, set[int]]:
-        """Put workers on processors; the ones that they might run on before."""
+    def _places(self) -> tuple[Mapping[int, set[int]], Mapping[int, set[int]]]:
+        """On which processors workers may run, and on which they are to, where that is something else."""
         try:
             masks = {thread: os.sched_getaffinity(thread) for thread in self._threads}
             processors = os.sched_getaffinity(0).union(*masks.values())
         except OSError:  # a worker has ended
-            return {}
+            return {}, {}
         if len(processors) - len(masks) not in (0, 1):
-            return {}
+            return {}, {}
         here = _libc().sched_getcpu()
         order = sorted(processors, key=lambda each: each == here)
-        places = {thread: {place} for thread, place in zip(masks, order, strict=False)}
-        _restrict({thread: place for thread, place in places.items() if place != masks[thread]})
-        return {thread: mask for thread, mask in masks.items() if places[thread] != mask}
+        places = {thread: {place} for thread, place in zip(masks, order, strict=False) if masks[thread] != {place}}
+        return {thread: masks[thread] for thread in places}, places
 
 
 def _restrict(masks: Mapping[int, set[int]]) -> None:
-    """Let threads run on those processors alone, unless the system no longer has one of the two for this process."""
+    """Let threads run on those processors alone, unless one of the two is gone."""
     for thread, mask in masks.items():
         with suppress(OSError):
             os.sched_setaffinity(thread, mask)
