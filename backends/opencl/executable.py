@@ -33,7 +33,7 @@ HALF_RUN = 1024
 #: slept is woken late, and with cold caches.
 BRIEF, BRIEF_S = 1 << 20, 100e-6
 #: FLOPs or bytes of operators whose workers are kept apart: that takes 60 us, and matters little where it lasts.
-KEPT_APART = range(1 << 29, 1 << 33)
+KEPT_APART = range(1 << 28, 1 << 33)
 
 
 def launches_of(runtime: OpenClRuntime, operator: Operator, options: Options) -> list[Launch]:
