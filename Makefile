@@ -8,6 +8,7 @@
 # make check-map  a Zarr array of 3 GB through `dispatcher map` in 1 GB of memory, interrupted, killed and resumed;
 #              MAP="--megabytes 500" passes options on
 # make fuzz    look for wrong results with random operators for ten minutes; FUZZ="--minutes 60 --seed 7" passes options on
+# make fuzz-torch  200 random modules of PyTorch, imported and compiled
 # make check-isa  results and kernels of OpenCL with Intel's compiler for processors with AVX2; ISA=corei7 for 128-bit vectors
 # make exports write every problem in every form: for CUDA compiled and run on the simulator, as in make test, and compiled
 #              by nvcc from PyPI; for OpenCL run by a program of its own
@@ -49,7 +50,7 @@ QUICK := api arguments expressions filecache groups imports loader numpy_ref pro
 QUICK_OPENCL := test_parity and opencl and sample and float32 and (asym or layernorm_gelu_scaling or softmax)
 QUICK_CUDA := on_the_device_at_hand and (asym or max-max)
 
-.PHONY: run test test-torch quick check check-large check-map check-isa fuzz exports docs bench clean
+.PHONY: run test test-torch quick check check-large check-map check-isa fuzz fuzz-torch exports docs bench clean
 
 run: $(RUN_STAMP)
 	$(BIN)/dispatcher run conv-transpose3d-max-max-sum --case kernelbench --device opencl --verify
@@ -83,6 +84,9 @@ check-map: $(DEV_STAMP)
 
 fuzz: $(DEV_STAMP)
 	$(ON_CUDA) $(BIN)/python -m tests.fuzz $(FUZZ)
+
+fuzz-torch: $(TORCH_STAMP)
+	DISPATCHER_TEST_EXAMPLES=40 $(BIN)/python -m pytest $(PYTEST) tests/test_torch_random.py
 
 check-isa: $(DEV_STAMP)
 	CL_CONFIG_CPU_TARGET_ARCH=$(ISA) DISPATCHER_TEST_REQUIRE=opencl $(BIN)/python -m pytest $(PYTEST) \

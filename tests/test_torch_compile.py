@@ -169,6 +169,57 @@ def test_constants_are_part_of_a_group_unless_somebody_writes_into_them(opencl: 
     assert operators[0] == "aten.conv2d.default" and operators[-1] == "aten.mul.Tensor"
 
 
+def test_what_has_a_meaning_only_with_what_follows_ends_no_group() -> None:
+    """Channels put together before a norm, and a gelu by hand; where nothing takes it in, the next group begins."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(2, 2, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 1)
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(torch.cat([x, self.first(x)], 1))
+            y = self.last(0.5 * y * (1 + torch.erf(y / 2**0.5)))
+            return nn.functional.max_pool2d(torch.erf(y), 2)
+
+    torch._dynamo.reset()
+    module, x = Model(), torch.randn(2, 2, 4, 6)
+    compiled = dispatcher_torch.compile(module, (x,), device="numpy")
+    with torch.no_grad():
+        close(compiled(x), module(x))
+    latest = dispatcher_torch.report().graphs[-1]
+    assert [operators[-1] for _, operators, _ in latest.groups] == ["aten.conv2d.default", "aten.max_pool2d.default"]
+    assert len(latest.groups[0][1]) == 9 and [line.split()[0] for line in latest.left] == ["aten.erf"]
+
+
+class Tokens(nn.Module):
+    """Linear layers on (batch, tokens, features), with a convolution over tokens or without."""
+
+    def __init__(self, conv: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.conv = nn.Conv1d(4, 4, 3) if conv else nn.Identity()
+
+    def forward(self, x: Any) -> Any:
+        first = torch.einsum("btf,gf->btg", x, self.first.weight) if self.training else self.first(x)
+        y = self.norm(nn.functional.gelu(first))
+        return self.last(self.conv(y.mT).mT)
+
+
+def test_linear_layers_run_where_a_convolution_stands_beside_them(opencl: Device) -> None:
+    x = torch.randn(2, 5, 6)
+    for conv in (True, False):
+        torch._dynamo.reset()
+        module = Tokens(conv).train(conv)
+        compiled = dispatcher_torch.compile(module, (x,), device=opencl.id)
+        with torch.no_grad():
+            for y in (x, torch.cat([x, x])):
+                torch.testing.assert_close(compiled(y), module(y), rtol=2e-4, atol=2e-4, check_stride=True)
+        latest = dispatcher_torch.report().graphs[-1]
+        assert len(latest.groups) == 1 and len(latest.left) == (0 if conv else 2)
+        assert all("product of matrices is faster" in line for line in latest.left)
+
+
 def test_numbers_and_data_taken_out_of_the_graph_stay_in_pytorch() -> None:
     class Taken(nn.Module):
         def __init__(self) -> None:
@@ -229,24 +280,53 @@ def test_a_scale_counts_that_is_not_that_of_the_sizes(shape: tuple[int, ...], sc
         assert ("scales by other factors" in str(dispatcher_torch.report().graphs[-1])) == (computed is None)
 
 
-def test_a_result_lies_in_memory_as_in_eager_mode() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+class Layers(nn.Module):
+    """Layers, then a function."""
 
-        def forward(self, x: Any) -> Any:
-            y = self.norm(self.conv(x)).relu()
-            return y, y.permute(0, 2, 3, 1).view(y.shape[0], -1)  # which contiguous memory has no view for
+    def __init__(self, function: Any, *layers: Any) -> None:
+        super().__init__()
+        self.layers, self.function = nn.Sequential(*layers), function
 
+    def forward(self, x: Any) -> Any:
+        return self.function(self.layers(x))
+
+
+#: What is done to an image behind a convolution; or to a volume, where the layer is one of three axes.
+LAID: dict[str, tuple[Any, ...]] = {
+    "two results": (
+        lambda x: (x, x.permute(0, 2, 3, 1).view(x.shape[0], -1)),  # which contiguous memory has no view for
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+    ),
+    "group norm": (nn.functional.silu, nn.GroupNorm(2, 4)),
+    "instance norm": (torch.tanh, nn.InstanceNorm2d(4)),
+    "softmax": (lambda x: x.softmax(1),),
+    "a pool": (lambda x: x + 1, nn.MaxPool2d(2, 1)),
+    "a mean": (lambda x: x.mean((2, 3), keepdim=True),),
+    "a mean without its axes": (lambda x: x.mean((2, 3)),),
+    "transposed": (torch.relu, nn.ConvTranspose2d(4, 5, 3, 2)),
+    "upsampling": (torch.sigmoid, nn.Upsample(scale_factor=2)),
+    "parts put together": (lambda x: nn.functional.max_pool2d(torch.cat([x, x.tanh()], 1), 2),),
+    "flattened": (lambda x: x.flatten(2).transpose(1, 2) * 2,),
+    "permuted": (lambda x: nn.functional.layer_norm(x.permute(0, 2, 3, 1), (4,)),),
+    "and back": (lambda x: nn.functional.layer_norm(x.permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2),),
+    "a linear layer": (lambda x: x, nn.Flatten(2), nn.Linear(12, 3)),
+    "a volume": (lambda x: x.exp(), nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4)),
+}
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_a_result_lies_in_memory_as_in_eager_mode(name: str) -> None:
+    function, *layers = LAID[name]
+    volume = name == "a volume"
+    last = torch.channels_last_3d if volume else torch.channels_last
     torch._dynamo.reset()
-    module = Model().eval().to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
+    module = Layers(function, *([] if volume else [nn.Conv2d(3, 4, 3)]), *layers).eval().to(memory_format=last)
+    x = torch.randn(2, 3, 5, 6, *([4] if volume else []))
     compiled = dispatcher_torch.compile(module, (x,), device="numpy")
     with torch.no_grad():
-        for y in (x, torch.cat([x, x])):
-            for found, wanted in zip(compiled(y), module(y), strict=True):
-                torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4, check_stride=True)
+        for y in (x, torch.cat([x, x]).to(memory_format=last)):
+            torch.testing.assert_close(compiled(y), module(y), rtol=2e-4, atol=2e-4, check_stride=True)
 
 
 def test_only_the_reference_leaves_a_group_to_pytorch(install_backends: Install) -> None:

@@ -368,12 +368,72 @@ def test_a_linear_layer_takes_rows_of_features(wanted: str, backend_device: Devi
     close(torch.from_numpy(result), module(random(5, 4)).detach())
 
 
+class Blocks(nn.Module):
+    """Channels last: a mixer of tokens and channels, between convolutions of other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 9), nn.Linear(9, 6), nn.LayerNorm(6)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x: Any) -> Any:
+        y = x + self.conv(self.norm(x).transpose(1, 2)).mT
+        return y + self.down(F.gelu(self.up(y))) * torch.einsum("btf,gf->btg", x, self.down.weight[:, :6])
+
+
+CHANNELS_LAST: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
+    "1 leading dimension more": (lambda: nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 5)), (2, 5, 6),
+                                 "conv1d gelu conv1d"),
+    "3 of them": (lambda: nn.Sequential(nn.Linear(6, 4), nn.Softmax(-1)), (2, 2, 3, 5, 6), "conv3d softmax"),
+    "a block": (Blocks, (2, 5, 6), "layer_norm conv1d add conv1d gelu conv1d conv1d scale add"),
+    "a convolution": (lambda: Does(lambda x, m: m.conv(x.permute(FIRST)).permute(LAST) + m.last(x),
+                                   conv=nn.Conv2d(6, 4, 3, padding=1), last=nn.Linear(6, 4)), (2, 4, 5, 6),
+                      "conv2d conv2d add"),
+    "channels first in the end": (lambda: Does(lambda x, m: m.conv(m.first(x).mT), conv=nn.Conv1d(3, 4, 2),
+                                               first=nn.Linear(6, 3)), (2, 5, 6), "conv1d conv1d"),
+    "a pool in the end": (lambda: Does(lambda x, m: m.first(x).mean(1), first=nn.Linear(6, 3)), (2, 5, 6),
+                          "conv1d mean squeeze"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANNELS_LAST)
+def test_channels_may_come_last(name: str, opencl: Device) -> None:
+    make, shape, wanted = CHANNELS_LAST[name]
+    module, x = make(), random(*shape)
+    device = opencl.id if name == "a convolution" else "numpy"
+    found = imported(module, x, grow=False)
+    assert sorted(steps(found)) == sorted(wanted.split()) and "channels first" in found.problem.title
+    more = random(3, shape[1] + 1, *shape[2:])
+    for given in (x, more):
+        close(found.run(given, device=device), module(given).detach())
+    close(torch.from_numpy(found.run(more.numpy(), device="numpy")), module(more).detach())
+
+
 def test_an_input_of_fewer_axes_than_a_later_step_has() -> None:
     layers = {"flat": nn.Conv2d(3, 4, 3), "deep": nn.Conv3d(4, 5, (1, 2, 2))}
     module = Does(lambda x, m: m.deep(m.flat(x)[:, :, None]), **layers)
     assert steps(imported(module, random(2, 3, 6, 7))) == ["conv3d", "conv3d"]
     with pytest.raises(UnsupportedError, match=r"local_response_norm|aten\.pad .*only spatial axes"):
         import_module(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(2)), (random(2, 3, 6, 7),))
+
+
+IN_PARTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a norm's": (lambda: (nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8), nn.PReLU(8)),
+                 "conv2d group_norm minimum scale relu add"),
+    "a depthwise convolution's": (lambda: (nn.Conv2d(2, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.AvgPool2d(2)),
+                                  "conv2d conv2d avg_pool2d"),
+    "in groups": (lambda: (nn.ConvTranspose2d(2, 4, 1), nn.ConvTranspose2d(4, 8, 3, 2, groups=2),
+                           nn.BatchNorm2d(8).eval()), "conv_transpose2d conv_transpose2d scale add"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_channels_are_made_in_parts_of_what_a_convolution_began_with(name: str) -> None:
+    make, wanted = IN_PARTS[name]
+    found = imported(Does(lambda x: F.glu(torch.cat([x, x.abs()], 1)[:, :8], 1), *make()), random(2, 2, 5, 6))
+    assert steps(found) == f"{wanted} {wanted} sigmoid scale".split()
+    with pytest.raises(UnsupportedError, match="part of a tensor"):  # groups, or the batch's statistics, would be cut
+        import_module(Does(lambda x: x[:, 1:4].relu(), nn.Conv2d(2, 8, 1), nn.GroupNorm(2, 8)), (random(2, 2, 5, 6),))
 
 
 def test_a_convolution_takes_channels_that_were_put_together() -> None:
@@ -393,6 +453,24 @@ def test_a_convolution_takes_channels_that_were_put_together() -> None:
     found = imported(Skip(), random(2, 2, 4, 6), grow=False)
     assert steps(found).count("conv2d") == 4
     assert found.tensors["out_weight_2"].shape == (5, 4, 3, 3)
+
+
+PUT_TOGETHER: dict[str, tuple[Callable[[], Any], str]] = {
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(6), nn.PReLU(6)).eval(), "scale add minimum scale relu add"),
+    "group norm": (lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.SiLU()), "group_norm silu"),
+    "instance norm": (lambda: nn.Sequential(nn.InstanceNorm2d(6, affine=True), nn.GELU()), "instance_norm gelu"),
+    "depthwise": (lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(6, 12, 3, groups=6), nn.MaxPool2d(2),
+                                        nn.Conv2d(12, 6, 1, groups=3)), "conv_transpose2d conv2d max_pool2d conv2d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUT_TOGETHER)
+def test_what_stands_between_channels_put_together_and_a_convolution_is_done_to_each_part(name: str) -> None:
+    make, wanted = PUT_TOGETHER[name]
+    function = lambda x, m: m.last(m.between(torch.cat([x, torch.cat([m.layer(x), x.tanh()], 1)], 1)).mean((2, 3)))  # noqa: E731
+    module = Does(function, between=make(), layer=nn.Conv2d(2, 2, 1), last=nn.Linear(6, 3))
+    found = steps(imported(module, random(2, 2, 6, 7)))
+    assert " ".join(found).count(f"{wanted} mean conv2d") == 3
 
 
 # ---- operands, constants, memory ---------------------------------------------------------------------------
@@ -611,6 +689,18 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_pytorch_can_take_apart_is_not_named() -> None:
+    def function(x: Any, m: Any) -> Any:
+        y = torch.einsum("nchw,oc->nohw", x, m.weight)
+        y = torch.lerp(x, y, 0.3)
+        y = torch.einsum("nchw,ndhw->ncdh", x, y)
+        return torch.sin(y)
+
+    with pytest.raises(UnsupportedError, match="2 nodes") as caught:
+        import_module(Does(function, weight=random(4, 4)), (random(2, 4, 5, 5),))
+    assert [each.operator for each in caught.value.nodes] == ["aten.einsum", "aten.sin"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -630,7 +720,7 @@ def test_all_nodes_without_counterpart_are_named_with_their_place() -> None:
         (lambda x: x.repeat(1, 1, 2, 1).relu(), "repeats values"),
         (lambda x: torch.autocast("cpu", enabled=False)(torch.relu)(x) * 2, "wrap_with_autocast"),
         (lambda x: x.max(1)[1] * 1.0, "this part of the result"),
-        (lambda x: F.linear(x, torch.ones(2, 5)), "not the channels'"),
+        (lambda x: F.linear(F.max_pool2d(x, 2), torch.ones(2, 2)), "not the channels'"),
         (lambda x: torch.ones(3), "does not depend"),
         (lambda x: x + torch.randn(5), "at random"),
         (lambda x: F.pad(x, (1, 1)), "no step for it"),

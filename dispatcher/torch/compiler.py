@@ -19,6 +19,8 @@ from dispatcher.torch.freezing import Frozen
 from dispatcher.torch.groups import GraphReport, Group, cut, new_report
 from dispatcher.torch.partition import fold, without_writes
 
+_EINSUM = torch.ops.aten.einsum.default  # which is a product that may be a convolution, as others are
+
 
 def compile(
     module: Any, example_inputs: Sequence[Any], device: str = "auto", *, frozen: bool = False
@@ -69,7 +71,9 @@ def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], device:
     try:
         with torch.no_grad(), fake, torch.fx.traceback.preserve_node_meta():
             interpreted = partial(torch.fx.Interpreter.run, torch.fx.Interpreter(module))
-            traced = make_fx(interpreted, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+            traced = make_fx(interpreted, {_EINSUM: _EINSUM.decompose}, pre_dispatch=True, _allow_non_fake_inputs=True)(
+                *fakes
+            )
         held = (getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr")
         if any(isinstance(each, FakeTensor) for each in held):
             raise InputError("a tensor leaves the graph, as by .data")

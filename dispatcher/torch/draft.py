@@ -117,12 +117,14 @@ class Draft:
         rank: spatial axes.
         simplify: what a step is called that those before it make up; see :mod:`dispatcher.torch.patterns`.
         node: of the graph that is being translated.
+        shares: parts of tensors that were taken before.
     """
 
     rank: int
     simplify: Callable[[Draft, Value], Value | None]
     node: Any = None
     made: dict[Any, Value] = field(default_factory=dict)
+    shares: dict[Any, Tensor] = field(default_factory=dict)
 
     @property
     def spatial(self) -> tuple[int, ...]:

@@ -159,12 +159,15 @@ class Graph:
         source: the placeholder that is the pipeline's input.
         returned: the nodes that the graph returns.
         handlers: of operators, by name.
-        batched: whether the first two dimensions of the pipeline's input are batch and channel whatever their number.
+        arranged: how the dimensions of the pipeline's input lie: ``given``, as the last axes of the problem;
+            ``batched``, as batch, channel and the last spatial ones; ``channels last``, with channel behind these.
+        freely: whether the result's dimensions may be any axes, in any order.
 
     Attributes:
         draft: the steps.
         unsupported: nodes that have no counterpart, in order.
         cut: what holds the values of tensors that are parts of others, and of these.
+        axes: of the dimensions of the pipeline's input.
         node: the present one.
         name: of its operator, without ``aten.`` and the underscore of those that write in place.
     """
@@ -177,10 +180,12 @@ class Graph:
         returned: Sequence[Any],
         handlers: Mapping[str, Handler],
         *,
-        batched: bool,
+        arranged: str,
+        freely: bool,
     ) -> None:
         self.draft = Draft(_rank(nodes, source), simplify)
-        self.handlers, self.batched = handlers, batched
+        self.handlers, self.arranged, self.freely = handlers, arranged, freely
+        self.axes: tuple[int, ...] = ()
         self.unsupported: dict[Any, Unsupported] = {}
         self.results: dict[Any, Any] = dict(tensors)
         self._tensors: dict[Any, Tensor] = {}
@@ -252,16 +257,17 @@ class Graph:
         return self.results[value] if isinstance(value, torch.fx.Node) else value
 
     def _input(self, node: Any) -> Array:
-        """The pipeline's input, whose dimensions are the last ones out of the problem's axes, or batch, channel and the
-        last spatial ones; in the latter case, the problem takes it with the others, too."""
+        """The pipeline's input; where its dimensions are not the last axes of the problem, this takes it with all."""
         sizes = extents(node.meta["val"].shape)
         axes = (0, 1, *self.draft.spatial)
         if not 1 <= len(sizes) <= len(axes):
             raise RefusedError(f"it has {len(sizes)} dimensions; expected 1 to {len(axes)}")
-        own = [0, 1, *axes[len(axes) - len(sizes) + 2 :]] if self.batched else axes[len(axes) - len(sizes) :]
-        shape, layout = placed(own, sizes)
-        given = tuple(shape[axis] for axis in axes) if self.batched else sizes
-        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, given))], layout, sizes)
+        given, spatial = axes[len(axes) - len(sizes) :], axes[len(axes) - len(sizes) + 2 :]
+        orders = {"given": given, "batched": (0, 1, *spatial), "channels last": (0, *spatial, 1)}
+        self.axes = orders[self.arranged]
+        shape, layout = placed(self.axes, sizes)
+        taken = sizes if self.arranged == "given" else tuple(shape[axis] for axis in axes)
+        return Array([Value("input", None, {}, shape, node, Tensor(node.name, None, taken))], layout, sizes)
 
     def _folded(self, node: Any, args: Any, kwargs: Any, *, in_place: bool) -> Any:
         """The result of a node that depends on weights alone: computed on copies, for it may write into them."""
@@ -342,7 +348,7 @@ class Graph:
             if not data.is_floating_point():  # a mask, or whole numbers
                 data = data.to(self.source.meta["val"].dtype)
             if data.shape != shape:
-                data = data.reshape(shape)
+                data = data.reshape([*map(example, shape)])
             if order != tuple(range(len(shape))):
                 data = data.permute(order).contiguous()
             shape = tuple(data.shape)
@@ -371,11 +377,12 @@ class Graph:
         extents = [beside.value.shape[axis] for axis in flat]
         order = sorted(range(len(flat)), key=flat.__getitem__)
         moved = self.tensor(constant, extents, order)
-        first = min(flat)
+        first = min(flat, default=0)
         full = [beside.value.shape[axis] if axis in flat else 1 for axis in all_axes if axis >= first]
         key = (moved, str(full))
         if key not in self._tensors:
-            self._tensors[key] = Tensor(moved.name, moved.data.reshape(full), tuple(full))
+            data = moved.data.reshape([*map(example, full)])
+            self._tensors[key] = Tensor(moved.name, data, tuple(data.shape))
         return self._tensors[key]
 
     def _placed_input(self, constant: Constant, used: Sequence[tuple[int, ...]]) -> Tensor:
@@ -394,8 +401,9 @@ class Graph:
         return self._tensors[key]
 
     # -- the end
-    def finish(self, output: Any) -> tuple[Value, tuple[int, ...]] | None:
-        """The last value, and the axes that the result lacks; None where something has no counterpart.
+    def finish(self, output: Any) -> tuple[Value, Layout] | None:
+        """The last value, and which of its axes lie along the result's dimensions; None where something has no
+        counterpart.
 
         Args:
             output: the graph's output node.
@@ -416,7 +424,7 @@ class Graph:
             self.unsupported[result] = describe(result, str(error))
             return None
 
-    def _last(self, array: Any) -> tuple[Value, tuple[int, ...]]:
+    def _last(self, array: Any) -> tuple[Value, Layout]:
         if not isinstance(array, Array):
             raise RefusedError("the result does not depend on the module's input")
         if array.value.tensor is not None:
@@ -426,15 +434,18 @@ class Graph:
             raise RefusedError(f"the result is of {kinds[1]}, and the input of {kinds[0]}; a problem has one dtype")
         whole(array)
         all_axes = (0, 1, *self.draft.spatial)
-        axes = assign(array.layout, all_axes) if all(len(each) < 2 for each in array.layout) else None
-        if axes is None:
+        orders = (all_axes, (0, *self.draft.spatial, 1)) if self.arranged == "channels last" else (all_axes,)
+        found = [axes for order in orders if (axes := assign(array.layout, order)) is not None]
+        if not found and self.freely and not any(GROUPS in each for each in array.layout):
+            return array.value, array.layout
+        if not found:
             names = {those[0]: name for name, those in axis_names(self.draft.rank).items() if len(those) == 1}
             shown = ", ".join(" x ".join(names.get(axis, "?") for axis in each) or "1" for each in array.layout)
             raise RefusedError(
                 f"the result's dimensions are ({shown}); a problem's result has the axes batch, channel and spatial "
                 "ones apart and in that order"
             )
-        return array.value, tuple(axis for axis in all_axes if axis not in axes)
+        return array.value, tuple((axis,) for axis in found[0])
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------

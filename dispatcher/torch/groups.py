@@ -128,14 +128,13 @@ class Group:
         if self.in_torch:
             return self.in_eager(inputs)
         compiled, imported = self._ready(inputs)
-        pairs = zip(imported.inputs, self.varying, strict=True)
-        named = {name: inputs[place] for name, place in pairs if name is not None}
+        named = imported.taken([inputs[place] for place in self.varying])
         prepared = compiled.prepare(**named) if self.found.groups[self.place][2].startswith("(") else None
         if prepared is not None and self._note(prepared.choice.device):
             return self.in_eager(inputs)
-        result = compiled(**named)
+        result = imported.shown(compiled(**named))
         if self.order is None:
-            return result
+            return result.contiguous()
         laid = result.permute(self.order).contiguous()
         return laid.permute([self.order.index(place) for place in range(len(self.order))])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dispatcher.problem.messages import show
 from dispatcher.problem.model import Problem
 from dispatcher.problem.schema import problem_from_mapping
 from dispatcher.torch.draft import SymbolicError, write, yaml_text
-from dispatcher.torch.graph import NO_STEP, Constant, Graph
+from dispatcher.torch.graph import NO_STEP, Constant, Graph, Unsupported
 from dispatcher.torch.layers import HANDLERS
 
 _CONSTANTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -32,13 +33,17 @@ class Imported:
         tensors: the module's weights and buffers by parameter name, as the problem takes them; they share memory with
             the module's where that is possible.
         inputs: the parameter that each input of the module is; None for one that nothing reads. A parameter may have
-            spatial axes of extent 1 that the module's input lacks, as in ``(batch, features, 1)``.
+            spatial axes of extent 1 that the module's input lacks, as in ``(batch, features, 1)``. Where the module has
+            channels last, the problem has them behind the batch, in its input and its result; :meth:`taken` and
+            :meth:`shown` convert.
     """
 
     problem: Problem
     tensors: Mapping[str, Any]
     inputs: tuple[str | None, ...]
     _mapping: Mapping[str, Any]
+    _taken: tuple[str, tuple[int, ...]] | None  # the pipeline's input, and its axes among the problem's, if not all
+    _shown: tuple[tuple[int, ...], ...]  # the dimensions of the problem's result along each of the module's
 
     def yaml(self) -> str:
         """The problem as the text of a problem file, which loads to an equal problem."""
@@ -61,16 +66,41 @@ class Imported:
 
         if len(inputs) != len(self.inputs):
             raise InputError(f"{self.problem.name} takes {len(self.inputs)} inputs, got {len(inputs)}")
-        given = {name: value for name, value in zip(self.inputs, inputs, strict=True) if name is not None}
-        source = self.problem.tensors[0]
-        x = given[source.name]
-        more = len(source.shape or ()) - x.ndim
-        given[source.name] = x.reshape(*x.shape[:2], *[1] * more, *x.shape[2:]) if more > 0 else x
+        given = self.taken(inputs)
         of_torch = isinstance(next(iter(given.values())), torch.Tensor)
         weights = {name: data if of_torch else data.cpu().numpy() for name, data in self.tensors.items()}
         with torch.no_grad():
-            result = run(self.problem, device=device, **options, **given, **weights)
+            result = self.shown(run(self.problem, device=device, **options, **given, **weights))
         return torch.from_numpy(result) if of_torch and not isinstance(result, torch.Tensor) else result
+
+    @property
+    def arranged(self) -> bool:
+        """Whether the problem takes the module's first input in another shape, or with axes in another order."""
+        return self._taken is not None
+
+    def taken(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """The problem's arguments for ``inputs`` of the module."""
+        given = {name: value for name, value in zip(self.inputs, inputs, strict=True) if name is not None}
+        if self._taken is not None:
+            name, axes = self._taken
+            x = _permuted(given[name], sorted(range(len(axes)), key=axes.__getitem__))
+            size = dict(zip(sorted(axes), x.shape, strict=True))
+            given[name] = x.reshape([size.get(axis, 1) for axis in range(len(self._mapping["parameters"][name]))])
+        return given
+
+    def shown(self, result: Any) -> Any:
+        """The module's result that the problem's ``result`` is."""
+        order = [place for places in self._shown for place in places]
+        if order != sorted(order):
+            result = _permuted(result, order)
+        if all(len(places) == 1 for places in self._shown):
+            return result
+        sizes = iter(result.shape)
+        return result.reshape([math.prod(next(sizes) for _ in places) for places in self._shown])
+
+
+def _permuted(x: Any, order: Sequence[int]) -> Any:
+    return x.permute(*order) if isinstance(x, torch.Tensor) else x.transpose(order)
 
 
 def import_module(module: Any, example_inputs: Sequence[Any], name: str | None = None) -> Imported:
@@ -158,9 +188,18 @@ def _translated(program: Any, title: str, name: str) -> Imported:
         parts = {target: table[target] for target in without if target in table}
         if not parts:
             raise
-        with contextlib.suppress(UnsupportedError):
+        try:
             return _mapped(program.run_decompositions(parts), title, name)
-        raise
+        except UnsupportedError as other:
+            left: list[Any] = list(other.nodes)
+        names = {origin.name for each in left for origin in each.node.meta.get("from_node", ())}
+        still = [each for each in missing if each.node.target not in parts or each.node.name in names]
+        raise _unsupported(still or missing) from error
+
+
+def _unsupported(missing: Sequence[Unsupported]) -> UnsupportedError:
+    many = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"
+    return UnsupportedError(f"{many} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
 
 
 def _mapped(program: Any, title: str, name: str) -> Imported:
@@ -192,7 +231,7 @@ def translate(
     title: str,
     name: str,
     *,
-    matrices: bool = True,
+    freely: bool = False,
 ) -> Imported:
     """The problem that a graph of ATen operators makes.
 
@@ -203,7 +242,7 @@ def translate(
         results: names of the nodes that the graph returns.
         title: of the problem.
         name: of the problem.
-        matrices: whether an input of fewer dimensions than the problem has axes may be batch and channel.
+        freely: whether the result's dimensions may be any of the problem's axes, in any order.
 
     Raises:
         UnsupportedError: nodes have no counterpart in the vocabulary.
@@ -213,19 +252,28 @@ def translate(
         raise InputError("the module takes no tensor; expected one input or more")
     returned = [node for node in nodes if node.name in results]
     first = _first(nodes, sources)
-    graph = Graph(nodes, tensors, first, returned, HANDLERS, batched=False)
-    last = graph.finish(nodes[-1])
-    if matrices and last is None and 2 <= len(first.meta["val"].shape) < graph.draft.rank + 2:
-        other = Graph(nodes, tensors, first, returned, HANDLERS, batched=True)
-        last = other.finish(nodes[-1])
-        graph = max(graph, other, key=lambda each: nodes.index(next(iter(each.unsupported), nodes[-1])))
+    count, graphs, last = len(first.meta["val"].shape), list[Graph](), None
+    for arranged in ("given", "batched", "channels last"):  # the latter two where linear layers want them
+        if graphs and not (2 <= count < graphs[0].draft.rank + 2 if arranged == "batched" else count > 2):
+            continue
+        graphs.append(Graph(nodes, tensors, first, returned, HANDLERS, arranged=arranged, freely=freely))
+        last = graphs[-1].finish(nodes[-1])
+        if last is not None:
+            break
     if last is None:
-        missing = list(graph.unsupported.values())
-        count = f"{len(missing)} nodes have" if len(missing) > 1 else "a node has"
-        raise UnsupportedError(f"{count} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
-    written = write(graph.draft, *last, title, name)
+        graph = max(graphs, key=lambda each: nodes.index(next(iter(each.unsupported), nodes[-1])))
+        raise _unsupported(list(graph.unsupported.values()))
+    graph, (value, layout) = graphs[-1], last
+    kept = sorted(axis for axes in layout for axis in axes)
+    all_axes = (0, 1, *graph.draft.spatial)
+    title += ", with channels first" if graph.arranged == "channels last" else ""
+    written = write(graph.draft, value, [axis for axis in all_axes if axis not in kept], title, name)
     read = tuple(None if node is None else written.inputs.get(node.name) for node in inputs)
-    return Imported(problem_from_mapping(written.mapping), written.tensors, read, written.mapping)
+    axes = tuple(all_axes.index(axis) for axis in graph.axes)
+    taken = None if graph.arranged == "given" else (written.inputs[first.name], axes)
+    shown = tuple(tuple(map(kept.index, axes)) for axes in layout)
+    problem = problem_from_mapping(written.mapping)
+    return Imported(problem, written.tensors, read, written.mapping, taken, shown)
 
 
 def _first(nodes: Sequence[Any], sources: Sequence[Any]) -> Any:

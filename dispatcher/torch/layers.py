@@ -24,6 +24,7 @@ from dispatcher.torch.aten import (
     reduced,
     unit_axes,
 )
+from dispatcher.torch.channels import some_channels
 from dispatcher.torch.draft import RefusedError, example, extents, fixed, is_one
 from dispatcher.torch.graph import Array, Constant, Graph, assign, equal, placed, whole
 
@@ -234,36 +235,12 @@ def _convolution(
             graph, [fixed(each) for each in _each(output_padding, count)], spatial, 0
         )
     op = f"conv{'_transpose' if transposed else ''}{graph.draft.rank}d"
-    if source.value.op == "cat" and fields["groups"] == 1:
-        return _convolved_parts(graph, op, source, axes, fields, weight)
     return _result(graph, op, source, axes, fields)
-
-
-def _convolved_parts(
-    graph: Graph, op: str, source: Array, axes: Sequence[int], fields: dict[str, Any], weight: Constant
-) -> Array:
-    """A convolution of channels that were put together: the sum of one of each part, with its share of the weights."""
-    parts = [source.value]
-    while parts[0].op == "cat" and parts[0].source is not None:
-        parts[:1] = [parts[0].source, parts[0].operand]
-    if weight.data is None:
-        raise RefusedError(f"{weight.name} is an input of the module; expected a weight")
-    place, start, total = int("transpose" not in op), 0, None
-    for part in parts:
-        share = weight.data.detach().narrow(place, start, fixed(part.shape[1]))
-        start += share.shape[place]
-        kernel = fields["weight"].shape[2:]
-        of_part = Constant(weight.name, share, tuple(share.shape))
-        given = {**fields, "weight": graph.tensor(of_part, (*share.shape[:2], *kernel))}
-        made = _result(graph, op, source.computed(part), axes, given if total is None else given | {"bias": None})
-        total = made if total is None else combined(graph, "add", total, made)
-    assert total is not None
-    return total
 
 
 @handles("cat", "concat", "concatenate")
 def _cat(graph: Graph, tensors: Sequence[Any], dim: int = 0, **_: Any) -> Array:
-    """Channels put together, which a convolution may take apart again."""
+    """Channels put together, which later steps take apart again, down to a convolution."""
     arrays = [array_of(each) for each in tensors]
     place = dim % len(arrays[0].layout)
     for i, each in enumerate(arrays):
@@ -391,21 +368,11 @@ def _slice(graph: Graph, x: Any, dim: int = 0, start: Any = None, step: int = 1,
 
 
 def _channels(graph: Graph, array: Array, dim: int, start: int, length: int) -> Array:
-    """Some of the channels that a convolution makes: those that it makes with a part of its weights."""
-    value, dim = array.value, dim % len(array.layout)
-    weight, bias = value.fields.get("weight"), value.fields.get("bias")
-    if not (value.op.startswith("conv") and value.fields.get("groups", 1) == 1 and array.layout[dim] == (1,)):
-        raise RefusedError("it takes a part of a tensor, other than channels of a convolution's result")
-    assert value.source is not None
-    fields = dict(value.fields)
-    for name, each, place in (("weight", weight, int("transpose" in value.op)), ("bias", bias, 0)):
-        if each is None:
-            continue
-        if each.data is None:
-            raise RefusedError(f"it takes a part of the channels that {each.name} makes, which is an input")
-        part = each.data.narrow(place, start, length)
-        fields[name] = graph.tensor(Constant(each.name, part, tuple(part.shape)))
-    made = graph.draft.step(value.op, value.source, [*value.shape[:1], length, *value.shape[2:]], **fields)
+    """Some of the channels of a tensor, which steps make of parts of a convolution's weights."""
+    dim %= len(array.layout)
+    made = some_channels(graph.draft, array.value, start, length) if array.layout[dim] == (1,) else None
+    if made is None:
+        raise RefusedError("it takes a part of a tensor, other than channels that come of a convolution's result")
     layout = [() if place == dim and length == 1 else axes for place, axes in enumerate(array.layout)]
     sizes = [length if place == dim else size for place, size in enumerate(array.sizes)]
     result = Array([made], tuple(layout), tuple(sizes))

@@ -15,12 +15,15 @@ from dispatcher.torch.draft import RefusedError
 from dispatcher.torch.graph import NO_STEP, Constant, base_of, describe, operator_name
 from dispatcher.torch.importing import Imported, translate
 from dispatcher.torch.layers import HANDLERS
+from dispatcher.torch.patterns import PARTS
 
 #: Operators that rearrange: alone they end no group, but a group may go on behind them.
 _LAYOUT = ("permute", "transpose", "movedim", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
            "expand", "contiguous", "alias", "detach", "to", "_unsafe_view", "t", "swapaxes", "moveaxis")  # fmt: skip
 #: What makes a group worth a launch; the others are left to PyTorch where they stand alone.
 _HEAVY = ("conv", "norm", "pool", "softmax", "logsumexp", "linear", "mean", "sum", "amax", "amin")
+#: Why a product of matrices stays in PyTorch.
+_PRODUCT = "a product of matrices is faster in PyTorch where no convolution goes along"
 
 
 @dataclass
@@ -79,8 +82,7 @@ class Piece:
         (result,) = [node.args[0] for node in self.module.graph.nodes if node.op == "output"]
         nodes = list(self.module.graph.nodes)
         title = f"{name}, compiled from PyTorch"
-        # Products of matrices alone are left to PyTorch, whose library for them is faster than a convolution.
-        return translate(nodes, tensors, inputs, [result.name], title, name, matrices=False)
+        return translate(nodes, tensors, inputs, [result.name], title, name, freely=True)
 
 
 def without_writes(graph: torch.fx.Graph) -> None:
@@ -172,12 +174,18 @@ def pieces_of(graph: torch.fx.Graph, weights: Mapping[Any, torch.Tensor]) -> tup
         taken = {node for candidate in made for node in candidate.good}
         free = [node for node in free if node not in taken and node not in left]
         if not made:  # the first result that others read too keeps all behind it from being a group of one result
-            cut = next((place for place, node in enumerate(free, 1) if not set(node.users) <= set(free)), len(free))
+            ends = (
+                i
+                for i, node in enumerate(free, 1)
+                if _is_part(node) or _is_product(node) or not set(node.users) <= set(free)
+            )
+            cut = next(ends, len(free))
             rest, free = rest + free[:cut], free[cut:]
     for node in [*rest, *free]:
-        left.setdefault(node, "alone it is too little work for a launch of its own")
+        left.setdefault(node, _PRODUCT if _is_product(node) else "alone it is too little work for a launch of its own")
     pieces = [piece for each in found if (piece := _piece(each.good)) is not None]
-    return pieces, sorted(left.items(), key=lambda entry: order[entry[0]])
+    whole = [entry for entry in left.items() if entry[0].target is not operator.getitem]
+    return pieces, sorted(whole, key=lambda entry: order[entry[0]])
 
 
 def _grown(
@@ -209,7 +217,7 @@ def _grown(
                 if alone:  # else it only does not fit what stands before it
                     left[node] = alone
                     continue
-                nodes, good, joined = [node], [node], []
+                nodes, good, joined = [node], [] if alone is None else [node], []
         candidate = Candidate(nodes, good)
         for other in nodes:
             home[other] = candidate
@@ -223,18 +231,29 @@ def _reason(nodes: Sequence[Any], weights: Mapping[Any, torch.Tensor]) -> str | 
     if piece is None:
         return None
     try:
-        piece.translated(weights, "group")
+        products = piece.translated(weights, "group").arranged
     except UnsupportedError as error:
         found: list[Any] = list(error.nodes)
         last = [each for each in found if each.node.name == piece.nodes[-1].name]
         reason = str((last or found)[0].reason)
-        # The end has no layout of its own yet, or is what a later step takes in, as a convolution does a ``cat``.
-        return None if reason.startswith("the result") or (last and reason == NO_STEP) else reason
+        # The end has no layout of its own yet, or holds what a later step takes in, as a convolution does a ``cat``.
+        return None if reason.startswith("the result") or (reason == NO_STEP and _is_part(found[0].node)) else reason
     except DispatcherError as error:
         return str(error)
     except Exception as error:  # a symbol where only a number will do
         return f"{type(error).__name__}: {error}"
-    return ""
+    # Products of matrices alone are left to PyTorch, whose library for them is faster than a convolution.
+    names = [operator_name(node.target) for node in nodes]
+    return None if products and not any("conv" in name or "pool" in name for name in names) else ""
+
+
+def _is_part(node: Any) -> bool:
+    """Whether a node makes what only a later step gives a meaning."""
+    return any(part in operator_name(node.target) for part in PARTS)
+
+
+def _is_product(node: Any) -> bool:
+    return operator_name(node.target).removeprefix("aten.") in ("linear", "addmm", "mm", "bmm", "matmul")
 
 
 def _worth_it(nodes: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from dispatcher.torch.channels import apart
 from dispatcher.torch.draft import Draft, Value
 
 Rule = Callable[[Draft, Value], Value | None]
@@ -21,7 +22,8 @@ _ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 def simplify(draft: Draft, value: Value) -> Value | None:
     """A shorter way to what ``value`` computes, or None."""
-    return next((found for rule in _RULES.get(value.op, ()) if (found := rule(draft, value)) is not None), None)
+    rules = (apart, *_RULES.get(value.op, ()))
+    return next((found for rule in rules if (found := rule(draft, value)) is not None), None)
 
 
 # ---- what a value is made of -------------------------------------------------------------------------------
