@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ HALF_RUN = 1024
 #: Operators of no more FLOPs and bytes than BRIEF are waited for without sleeping, for so many seconds: a thread that
 #: slept is woken late, and with cold caches.
 BRIEF, BRIEF_S = 1 << 20, 100e-6
+#: FLOPs or bytes of operators whose workers are kept apart: that takes 60 us, and matters little where it lasts.
+KEPT_APART = range(1 << 28, 1 << 33)
 
 
 def launches_of(runtime: OpenClRuntime, operator: Operator, options: Options) -> list[Launch]:
@@ -118,8 +120,10 @@ class OpenClExecutable:
         self._real = np.dtype(np.float64 if operator.dtype == "float64" else np.float32)
         self._lock = threading.Lock()
         self._queue = runtime.queue()
+        work = max(operator.flops, operator.ideal_bytes)
         # A device of one unit may need the core that would wait.
-        self._brief = runtime.facts.compute_units > 1 and max(operator.flops, operator.ideal_bytes) <= BRIEF
+        self._brief = runtime.facts.compute_units > 1 and work <= BRIEF
+        self._apart = runtime.workers.apart if runtime.facts.cpu and work in KEPT_APART else nullcontext
         self._final = len(operator.steps)
         self._result_bytes = math.prod(operator.output_shape) * (2 if self._half else self._real.itemsize)
         self._plans: dict[Options, Plan] = {}
@@ -198,7 +202,7 @@ class OpenClExecutable:
         if output is None:
             output = self._runtime.host.empty(self._operator.output_shape, dtype)
         try:
-            with self._lock:
+            with self._lock, self._apart():
                 # A call that is broken off leaves nothing: what it had may be half made, or still be written to.
                 kept, self._kept = self._kept, {}
                 self._run(kept, tensors, bits_of(output), timings)

@@ -23,13 +23,15 @@ from dispatcher.backends.opencl.caches import cache_folder, discard_damaged, pre
 from dispatcher.backends.opencl.icd import platforms_of, prepare_icd_vendors, settings
 from dispatcher.backends.opencl.memory import HostPool
 from dispatcher.backends.opencl.target import Facts
+from dispatcher.backends.opencl.workers import workers_of
 from dispatcher.device.filecache import FileCache
 from dispatcher.errors import BuildError
 
 logger = logging.getLogger(__name__)
 
+POCL = "Portable Computing Language"
 #: What people call a platform that calls itself something else.
-COMMON_NAMES = {"Portable Computing Language": "PoCL"}
+COMMON_NAMES = {POCL: "PoCL"}
 #: An environment variable by which Intel's runtime compiles for older processors, and the lanes of float that these
 #: have; the device tells those of the processor that is there.
 ARCHITECTURE = "CL_CONFIG_CPU_TARGET_ARCH"
@@ -148,7 +150,9 @@ class OpenClRuntime:
         self.platform, self.device, self._rates = platform, device, rates
         if "portable computing" in platform.name.lower():
             discard_damaged(cache_folder())
-        self.context = cl.Context([device])
+        self.workers = workers_of(platform.name)
+        with self.workers.starting():  # as Intel's runtime does here
+            self.context = cl.Context([device])
         self.host = HostPool(KEEP_BYTES)
         self._settings = repr(settings())
         self._programs: dict[str, tuple[Any, dict[str, Kernel]]] = {}
@@ -318,7 +322,9 @@ def find_devices() -> list[Found]:
     runtimes = [entry.library for entry in prepare_icd_vendors().entries if entry.used]
     prepare_cache()
     found = []
-    for platform in _platforms(runtimes):
+    with workers_of(POCL).starting():
+        platforms = _platforms(runtimes)
+    for platform in platforms:
         try:
             devices = platform.get_devices()
         except cl.Error as error:
