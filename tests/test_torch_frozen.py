@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Install
 
@@ -70,6 +71,10 @@ def test_a_frozen_network_is_one_call_and_keeps_no_second_copy(opencl: Device) -
     frozen = dispatcher_torch.compile(module, x, device=opencl.id, frozen=True)
     with torch.no_grad():
         close(frozen(x), module(x))
+    view = x.transpose(2, 3).contiguous().transpose(2, 3)
+    with torch.no_grad(), np.errstate(all="raise"):  # whatever its memory is like, once it has run and at first
+        for again in (x + 1.0, view, x.clone().requires_grad_(), x * 1e-30, x.to(memory_format=torch.channels_last), x):
+            close(frozen(again), module(again))
     (group,) = [node.target for node in frozen._graph.graph.nodes if node.op == "call_function"]
     assert not list(frozen.buffers()) and not group.held
     with pytest.raises(InputError, match=r"input 0 is torch.float32 \(2, 3, 6, 7\) on cpu; expected .* \(1, 3, 6, 7\)"):

@@ -6,15 +6,22 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch.export.graph_signature import InputKind, OutputKind
 
-from dispatcher.call.compiled import CompiledOperator, Settings
+from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.errors import InputError
+from dispatcher.problem.torchtensors import host_view, tensor_of
 from dispatcher.torch.groups import GraphReport, Group, cut, new_report
 from dispatcher.torch.importing import Imported, captured, tensor_inputs
 from dispatcher.torch.partition import Piece, fold, without_writes
+
+#: Dtypes that NumPy has as well.
+DIRECT = (torch.float16, torch.float32, torch.float64)
+#: Shapes of inputs, such as batches, that a group remembers.
+MOST_SHAPES = 64
 
 
 class Frozen(torch.nn.Module):  # type: ignore[misc]
@@ -108,7 +115,10 @@ class _Expected:
 
 
 class FrozenGroup(Group):
-    """A group whose weights stay as they are: a call takes the other inputs alone."""
+    """A group whose weights stay as they are: a call takes the other inputs alone.
+
+    Contiguous tensors in host memory, of shapes that were seen before, are handed on without another look.
+    """
 
     def __init__(self, piece: Piece, known: Mapping[Any, torch.Tensor], device: str, found: GraphReport) -> None:
         super().__init__(piece, frozenset(known), device, found)
@@ -118,6 +128,36 @@ class FrozenGroup(Group):
         imported = piece.translated(self.held, self.__name__)
         compiled = CompiledOperator(imported.problem, Settings(device=device), imported.tensors, eager=False)
         self.ready = compiled, imported
+        self.names = [
+            (name, place) for name, place in zip(imported.inputs, self.varying, strict=True) if name is not None
+        ]
+        self.seen_before: dict[tuple[Any, ...], PreparedCall] = {}
+
+    def run(self, *inputs: Any) -> Any:
+        """The value, without gradients."""
+        arrays = self._arrays(inputs)
+        if arrays is None:
+            return super().run(*inputs)
+        key = tuple((array.shape, array.dtype) for array in arrays.values())
+        prepared = self.seen_before.get(key)
+        if prepared is not None:
+            return tensor_of(prepared.on(arrays))
+        result = super().run(*inputs)
+        if not self.in_torch and len(self.seen_before) < MOST_SHAPES:
+            self.seen_before[key] = self.ready[0].prepare(**arrays)
+        return result
+
+    def _arrays(self, inputs: Sequence[Any]) -> dict[str, np.ndarray] | None:
+        """The inputs as arrays, where the operator takes and gives such as they are; else None."""
+        if self.in_torch or self.order is not None or not self.ready[1].plain:
+            return None
+        arrays = {}
+        for name, place in self.names:
+            tensor = inputs[place]
+            if tensor.device.type != "cpu" or tensor.dtype not in DIRECT or not tensor.is_contiguous():
+                return None
+            arrays[name] = host_view(name, tensor)
+        return arrays
 
     def _ready(self, inputs: Sequence[Any]) -> tuple[CompiledOperator, Imported]:
         return self.ready

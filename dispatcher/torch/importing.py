@@ -91,8 +91,12 @@ class Imported:
         return given
 
     @cached_property
+    def plain(self) -> bool:
+        """Whether the problem takes and gives what the module does, as it is."""
+        return self._taken is None and self._is_shown
+
+    @cached_property
     def _is_shown(self) -> bool:
-        """Whether the problem's result is the module's."""
         return self._shown == tuple((place,) for place in range(len(self._shown)))
 
     def shown(self, result: Any) -> Any:
