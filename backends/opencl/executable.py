@@ -32,7 +32,7 @@ HALF_RUN = 1024
 #: Operators of no more FLOPs and bytes than BRIEF are waited for without sleeping, for so many seconds: a thread that
 #: slept is woken late, and with cold caches.
 BRIEF, BRIEF_S = 1 << 20, 100e-6
-#: FLOPs or bytes of operators whose workers are kept apart: that takes 60 us, and matters little where it lasts.
+#: FLOPs or bytes of operators whose workers are kept apart: shorter calls lose by it, and long ones gain little.
 KEPT_APART = range(1 << 28, 1 << 33)
 
 
