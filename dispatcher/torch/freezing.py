@@ -15,7 +15,7 @@ from dispatcher.call.compiled import CompiledOperator, PreparedCall, Settings
 from dispatcher.errors import InputError
 from dispatcher.problem.torchtensors import host_view, tensor_of
 from dispatcher.torch.groups import GraphReport, Group, cut, new_report
-from dispatcher.torch.importing import Imported, captured, tensor_inputs
+from dispatcher.torch.importing import Imported, captured, constant_of, tensor_inputs
 from dispatcher.torch.partition import Piece, fold, without_writes
 
 #: Dtypes that NumPy has as well.
@@ -177,9 +177,8 @@ def _hold_weights(program: torch.export.ExportedProgram) -> list[Any]:
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(node)
             continue
-        store = program.constants if spec.target in program.constants else program.state_dict
-        value, name = store[spec.target], f"_held_{node.name}"
-        module.register_buffer(name, value.detach().clone(), persistent=False)
+        name = f"_held_{node.name}"
+        module.register_buffer(name, constant_of(program, spec).detach().clone(), persistent=False)
         with module.graph.inserting_before(node):
             holder = module.graph.get_attr(name)
         holder.meta = dict(node.meta)

@@ -215,6 +215,13 @@ def _unsupported(missing: Sequence[Unsupported]) -> UnsupportedError:
     return UnsupportedError(f"{many} no counterpart in the vocabulary: {'; '.join(map(str, missing))}", missing)
 
 
+def constant_of(program: torch.export.ExportedProgram, spec: Any) -> torch.Tensor:
+    """What an input of a program's graph holds that is a parameter, a buffer or a constant."""
+    store = program.constants if spec.target in program.constants else program.state_dict
+    value: torch.Tensor = store[spec.target]
+    return value
+
+
 def _mapped(program: Any, title: str, name: str) -> Imported:
     """The problem that an exported program makes."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -225,8 +232,7 @@ def _mapped(program: Any, title: str, name: str) -> Imported:
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(node if node is not None and isinstance(node.meta.get("val"), torch.Tensor) else None)
         elif spec.kind in _CONSTANTS:
-            store = program.constants if spec.target in program.constants else program.state_dict
-            data = store[spec.target]
+            data = constant_of(program, spec)
             tensors[node] = Constant(spec.target, data, tuple(data.shape), spec.kind is InputKind.CONSTANT_TENSOR)
     results = [
         spec.arg.name
